@@ -12,6 +12,10 @@ setup:
 setup-sglang:
     bin/setup --sglang
 
+# make .venv-sglang-upstream, all that pip brings with SGLang, 11 GB; bin/setup leaves it out
+setup-sglang-upstream: setup
+    .venv/bin/python -I bin/setup_venv.py .venv-sglang-upstream
+
 # train the laptop demo; arguments go on to bin/start-topology
 run *args="topologies/laptop.toml":
     bin/start-topology {{ args }}
@@ -29,7 +33,12 @@ fmt: setup
     .venv/bin/ruff format
     .venv/bin/ruff check --fix
 
-# measure; writes docs/results; what each benchmark measures is in docs/develop/benchmarks.md
+# before a commit: format, lint, types, layers, and the tests of the files that differ from main
+ready base="main": fmt
+    .venv/bin/pyright --pythonpath .venv/bin/python
+    .venv/bin/python -m pytest -q tests/test_layers.py tests/test_wording.py $(.venv/bin/python -m tests.support.changed {{ base }})
+
+# measure; writes docs/results; what each benchmark measures is in docs/reference/benchmarks.md
 bench *names: setup
     .venv/bin/python -m tests.bench --results docs/results {{ names }}
 
@@ -55,15 +64,19 @@ chaos: setup
 
 # kill -9 anything at random for half an hour, then audit the run's log
 kills *args="--minutes 30": setup
-    .venv/bin/python -m tests.chaos.random_kills {{ args }}
+    .venv/bin/python -m tests.chaos.random_kills --results docs/results {{ args }}
 
 # all that is asked of SGLang's own server; ends with a matrix, which is also a page in docs/results
 sglang *args: setup setup-sglang
     .venv/bin/python -m pytest -m "sglang or nightly" -n 0 --results docs/results tests/sglang tests/test_sglang_lock.py {{ args }}
 
+# the tests of SGLang's own server on what its makers ask for; begun again it leaves out what has passed; writes docs/results
+sglang-upstream *args: setup setup-sglang-upstream
+    PHYSARUM_SGLANG_PYTHON=$PWD/.venv-sglang-upstream/bin/python .venv/bin/python -m pytest -m "sglang or nightly" -n 0 tests/sglang tests/test_sglang_lock.py --resume .nightly-upstream-passed --results docs/results {{ args }}
+
 # the trainer in every parallel layout and form; writes docs/results
 grid *args: setup
-    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or nightly" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
+    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or nightly" -n 0 --results docs/results tests/grid tests/chaos/test_ranks.py {{ args }}
 
 # runs on several machines of namespaces, and on Debian's Slurm in .slurm; needs root; begun again it leaves out what has passed; writes docs/results
 nodes *args: setup
@@ -72,11 +85,11 @@ nodes *args: setup
 
 # runs that Debian's Prometheus scrapes; what is missing on this machine is said
 observe *args: setup
-    .venv/bin/python -m pytest -m observe -n 0 tests/observe {{ args }}
+    .venv/bin/python -m pytest -m observe -n 0 --results docs/results tests/observe {{ args }}
 
-# what is too long for every change, some hours; begun again it leaves out what has passed; writes docs/results
+# what is too long for every change, some hours, then SGLang on what its makers ask for; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
-    .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}
+    .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}; code=$?; just sglang-upstream {{ args }} && exit $code
 
 # what needs a GPU: one JSON, and a page in docs/results; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv
 test-gpu *args:

@@ -1,51 +1,21 @@
 """Process specs of a run on one node. Pure."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from actors.rollout.sglang.command_lines import (
-    RANK_PATH,
-    READY_PATH,
-    READY_TIMEOUT_S,
-    ROUTER_PATH,
-    SERVER_ENVIRONMENT,
-    common_arguments,
-    peers_environment,
-    rank_arguments,
-    router_command,
-    server_command,
-    with_arguments,
-)
-from actors.rollout.sglang.facts import CRASH_WORDS
-from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
+from actors.rollout.sglang.processes import engine_specs
+from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
-from runtime.settings.processes import (
-    AnswersHttp,
-    PortRequest,
-    ProcessSpec,
-    RestartGroupSpec,
-    SendsHeartbeats,
-    Tier,
-    WhenListening,
-)
-from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.placement import home_node, trainer_places
+from runtime.settings.processes import OURS, ProcessSpec, RestartGroupSpec, SendsHeartbeats, Tier
+from runtime.settings.reading.schema import functions_in
 from runtime.settings.tables.observe import OPENTELEMETRY, PAGE, PROMETHEUS, python_of
-from runtime.settings.topology import POLICY, Topology, answers_are_recorded, has_filter, model_of
-from runtime.util.import_path import ROOT
+from runtime.settings.topology import Topology, answers_are_recorded, has_filter
 
-OURS: Final = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # for -P
-    "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
-    "MKL_NUM_THREADS": "1",
-}
-TINY_READY_TIMEOUT_S = 120.0
 NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
 TRACKER_RESTARTS = 20  # with pauses of up to 10 s; W&B itself tries for 90 s to reach its server
 WITH_LOG = "log"  # argument of the exporter that tells what the log says
@@ -63,11 +33,8 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     home = node == home_node(topology)
     recorded = answers_are_recorded(topology)  # an offline rollout needs no engine and no grader
     placed = topology.reward.nodes
-    for pool, engine in topology.engines.items() if not recorded else ():
-        specs += _engines(topology, pool, engine, node)
-        own = engine.router == "sglang-router" and engine.router_url is None
-        if home and pool == POLICY and own:  # requests to other pools name their engine
-            specs.append(_router(topology, pool, engine))
+    if not recorded:
+        specs += engine_specs(topology, node)
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir)
     elif home:
@@ -86,76 +53,13 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     return [*specs, *_trackers(topology), *_page(topology), *_spans(topology)] if home else specs
 
 
-def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
-    """Specs of a pool's engines on one node."""
-    return [
-        spec
-        for index, places in enumerate(engine_places(topology, engine))
-        for spec in _engine_ranks(topology, pool, engine, index, places, node)
-    ]
-
-
-def _engine_ranks(
-    topology: Topology, pool: str, engine: EngineConfig, index: int, places: Sequence[ProcessPlace], node: str
-) -> list[ProcessSpec]:
-    """Specs of one engine's processes on a node: rank 0 serves requests, the others answer liveness checks only."""
-    number = len(places)
-    group = _restart_group(f"engine.{pool}.{index}", [place.node for place in places], node)
-    specs: list[ProcessSpec] = []
-    for rank, place in enumerate(places):
-        if place.node != node:
-            continue
-        spec = _engine(topology, pool, engine, index, place.gpus)
-        if number > 1:
-            command = (*spec.command, *rank_arguments(rank, number))
-            spec = msgspec.structs.replace(spec, command=command, restart_group=group)
-        if rank > 0:
-            probe = AnswersHttp(RANK_PATH)
-            spec = msgspec.structs.replace(spec, name=f"{spec.name}.{rank}", probe=probe, address_key=None)
-        specs.append(spec)
-    return specs
-
-
-def _visible(devices: tuple[int, ...]) -> dict[str, str]:
-    return {NVIDIA: ",".join(map(str, devices))} if devices else {}
-
-
-def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
-    if engine.kind == "tiny":
-        command, ready_timeout_s = _tiny_engine(topology, pool, index), TINY_READY_TIMEOUT_S
-        env = OURS | HIDDEN
-    else:
-        command, ready_timeout_s = server_command(topology, pool, index), READY_TIMEOUT_S
-        env = SERVER_ENVIRONMENT
-    return ProcessSpec(
-        name=f"engine.{pool}.{index}",
-        command=command,
-        env={**env, **engine.env, **_visible(devices), **peers_environment(engine)},
-        port=PortRequest(),
-        ready=WhenListening(),
-        ready_timeout_s=engine.ready_timeout_s or ready_timeout_s,
-        probe=AnswersHttp(READY_PATH),
-        unresponsive_after_s=engine.unresponsive_after_s,
-        crash_words=CRASH_WORDS,
-        address_key=address_key("engine", pool, index),
-        tier=Tier.SERVICE,
-        critical=engine.colocate is not None,  # the trainer waits for the memory of each
-    )
-
-
-def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
-    engine = topology.engines[pool]
-    load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
-    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
-    return with_arguments(command, common_arguments(topology, pool, index) | {"load_format": load_format})
-
-
 def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], env: Mapping[str, str]) -> ProcessSpec:
     """Spec of a process that hosts actors."""
     return ProcessSpec(
         name=name,
         command=(sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles),
         env=env,
+        functions={key: name for key, name, function in functions_in(topology) if function.runs_in in roles},
         probe=SendsHeartbeats(),
         unresponsive_after_s=topology.run.unresponsive_after_s,
     )
@@ -163,10 +67,7 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
 
 def _trackers(topology: Topology) -> list[ProcessSpec]:
     """Specs of the processes that log the run's metrics to trackers."""
-    known = {
-        "run": topology.run.name,
-        "optimizer_steps": topology.algorithm.num_steps_per_rollout,
-    }
+    known = {"run": topology.run.name, "optimizer_steps": topology.algorithm.num_steps_per_rollout}
     return [
         ProcessSpec(
             name=f"tracker.{name}",
@@ -218,19 +119,6 @@ def _observer(name: str, module: str, *arguments: str) -> ProcessSpec:
     )
 
 
-def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
-    return ProcessSpec(
-        name=f"router.{pool}",
-        command=router_command(topology, engine),
-        port=PortRequest(),
-        ready=WhenListening(),
-        probe=AnswersHttp(ROUTER_PATH),
-        unresponsive_after_s=engine.unresponsive_after_s,
-        address_key=address_key("router", pool, 0),
-        tier=Tier.SERVICE,
-    )
-
-
 def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     """Specs of the trainer's ranks on one node: those of the actor, then those of a critic on ranks of its own."""
     places = trainer_places(topology)
@@ -245,15 +133,8 @@ def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
     if world == 1:
         return specs
-    group = _restart_group("trainer", [place.node for place in places], node)  # ranks cannot compute alone
+    group = RestartGroupSpec.of("trainer", [place.node for place in places], node)  # ranks cannot compute alone
     return [
         msgspec.structs.replace(spec, env={**spec.env, START_VARIABLE: "{peers}"}, restart_group=group)
         for spec in specs
     ]
-
-
-def _restart_group(name: str, nodes_of_processes: Sequence[str], node: str) -> RestartGroupSpec:
-    """Return the restart group of processes on these nodes, as one of the nodes has it."""
-    nodes = tuple(dict.fromkeys(nodes_of_processes))
-    here = sum(each == node for each in nodes_of_processes)
-    return RestartGroupSpec(name, here, nodes if len(nodes) > 1 else ())

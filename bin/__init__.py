@@ -1,1 +1,1 @@
-"""The commands. `start_topology.py` starts a run; in a checkout, the shell scripts beside it set up .venv first."""
+"""The commands. `physarum.py` runs one of them; in a checkout, the links to `physarum` set up .venv first."""

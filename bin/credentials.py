@@ -8,13 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, ended, parser_of, run
+from bin.entry import Screen, add_run, ended, found_run, parser_of
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 from runtime.util.files import PRIVATE_FILE
 
@@ -44,14 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     if (args.name is not None) != (args.kind is not None) or (args.grader is not None) != (args.kind == "grader"):
         parser.error("a grader needs --name and --grader, the others need --name, and nothing else takes them")
     from runtime.node.external_clients import ClientsUnreadable, NameTaken, NotListening
-    from runtime.node.reopen import NoSuchRun  # imports the bus, which --help does not need
 
-    return ended(lambda: _change(args), ClientsUnreadable, NameTaken, NoSuchRun, NotListening, OSError, ValueError)
+    return ended(lambda: _change(args), ClientsUnreadable, NameTaken, NotListening, OSError, ValueError)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("credentials", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    add_run(parser)
     parser.add_argument("kind", nargs="?", choices=("grader", "viewer", "auditor"), help="Kind of the new credential.")
     parser.add_argument("--name", help="Name of the new external client.")
     parser.add_argument("--grader", help="Grader whose score requests it answers, as the topology names it.")
@@ -71,9 +64,9 @@ def _days(text: str) -> float:
 
 
 def _change(args: argparse.Namespace) -> int:
-    from runtime.node.reopen import BUS_DIRECTORY, find_run
+    from runtime.node.reopen import BUS_DIRECTORY
 
-    found = find_run(args.run)
+    found = found_run(args.run, trust=args.trust, needs_trust=True)
     directory = found.directory / BUS_DIRECTORY
     if args.list:
         return _list(directory)
@@ -147,7 +140,3 @@ def _until_taken(found: "FoundRun", join: "Join", client: "ExternalClient", *, w
     else:
         screen.show(f"{client.name}: {done}")
     return EXIT_OK
-
-
-if __name__ == "__main__":
-    run(main)

@@ -11,12 +11,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.builtin import FUNCTIONS
-from bin.entry import docs_folder, parser_of, run
+from bin.entry import docs_folder, parser_of
 
 PACKAGE: Final = "actors.trainer.algorithms"
 CODE: Final = Path(__file__).resolve().parent.parent
@@ -324,7 +321,3 @@ def main(argv: list[str] | None = None) -> int:
         else:
             path.unlink()
     return 1 if args.check and stale + removed else 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from actors.registry import ROLES, actor_type
-from bin.entry import docs_folder, parser_of, run
+from actors.registry import ROLES, Role, hosted
+from bin.entry import docs_folder, parser_of
 from messages.catalogue import Surface, asyncapi, json_schemas, table
+from runtime.settings.load import load_topology
+from runtime.settings.reading.toml import find_topology
 
 INTRODUCTION = """# Messages
 
@@ -70,8 +69,8 @@ def catalogue(docs: Path) -> dict[Path, str]:
     }
 
 
-def _surface(role: str) -> Surface:
-    actor = actor_type(role)  # pyright: ignore[reportArgumentType] - ROLES are its literals
+def _surface(role: Role) -> Surface:
+    actor = hosted(role, load_topology(find_topology(Path("laptop"))).topology, Path()).actor_type
     return Surface(reads=actor.reads, writes=actor.writes)
 
 
@@ -82,7 +81,3 @@ def _row(row: tuple[str, str, str, str, str]) -> str:
 
 def _json(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
-
-
-if __name__ == "__main__":
-    run(main)

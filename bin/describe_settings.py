@@ -5,19 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bin.entry import docs_folder, parser_of, run
-from runtime.settings.peers.names import peers_page
+from bin.entry import docs_folder, parser_of
+from runtime.settings.reading.hints import adapters
 from runtime.settings.reference.combinations import combinations_page
+from runtime.settings.reference.functions import functions_page
 from runtime.settings.reference.page import settings_page
-from runtime.settings.slime.page import from_slime_page
 
 PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and the function that returns its text
     "combinations.md": combinations_page,
-    "from-slime.md": from_slime_page,
-    "from-verl.md": peers_page,
+    "functions.md": functions_page,
     "settings.md": settings_page,
 }
 
@@ -28,7 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="Write nothing, and exit with 1 if a page is not current.")
     parser.add_argument("--docs", type=Path, default=docs_folder(), help="Directory to write to.")
     args = parser.parse_args(argv)
-    texts = {args.docs / name: text() for name, text in PAGES.items()}
+    pages = PAGES | {name: text for adapter in adapters() for name, text in adapter.pages.items()}
+    texts = {args.docs / name: text() for name, text in sorted(pages.items())}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if args.check:
@@ -37,7 +34,3 @@ def main(argv: list[str] | None = None) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path], encoding="utf-8")
     return 1 if args.check and stale else 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,6 +1,7 @@
 """Shared by all commands: module paths, argument parsers, printing and exit codes."""
 
 import argparse
+import errno
 import io
 import os
 import shlex
@@ -11,12 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from runtime.util.descendants import continue_in_watched_child
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.util.formatting import printable
 from runtime.util.import_path import IS_CHECKOUT, ROOT, command_name, user_folder_last
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
+
+    from runtime.node.reopen import FoundRun
 
 TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80
@@ -128,11 +132,45 @@ def parser_of(command: str, description: str | None, epilog: str | None = None) 
     )
 
 
-def command_path(command: str, folder: Path) -> str:
-    """Return the path that starts a command: absolute, or relative to the root of a checkout if that is `folder`."""
-    if not IS_CHECKOUT:
-        return str(Path(sysconfig.get_path("scripts")) / command)
-    return command_name(command) if folder == ROOT else str(ROOT / command_name(command))
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a run."""
+    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    parser.add_argument(
+        "--trust", action="store_true", help="Use the addresses and files that a run directory of a stranger names."
+    )
+
+
+def found_run(word: str, *, trust: bool, needs_trust: bool = False) -> "FoundRun":
+    """Find a run for a command, and say what a stranger's directory names.
+
+    Args:
+        word: name or directory of the run.
+        trust: whether the user vouches for a stranger's directory.
+        needs_trust: whether the command has no use for a stranger's directory otherwise.
+
+    Raises:
+        WrongInput: there is no such run, or it needs trust.
+    """
+    from runtime.node.reopen import NoSuchRun, find_run  # it brings in the bus, which --help does not need
+    from runtime.settings.reading.foreign import TRUST, left_out_line, let_in_line, named_line
+
+    try:
+        found = find_run(word, trust=trust)
+    except NoSuchRun as error:
+        raise WrongInput(str(error)) from error
+    if found.foreign and needs_trust:
+        raise WrongInput(f"{found.directory} may be a stranger's: {named_line(found.asked)}; {TRUST} lets this in")
+    if found.asked:
+        line = left_out_line if found.foreign else let_in_line
+        Screen(sys.stderr).show(line(str(found.directory), found.asked))
+    return found
+
+
+def command_path(command: str, folder: Path) -> list[str]:
+    """Return the words that start a command by its path: absolute, or relative to a checkout's root in `folder`."""
+    program, *verb = command_name(command).split()
+    scripts = ROOT if program.startswith("bin/") else Path(sysconfig.get_path("scripts"))
+    return [program if scripts == folder else str(scripts / program), *verb]
 
 
 def docs_folder() -> Path:
@@ -150,11 +188,22 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
     try:
         return work()
     except (WrongInput, *wrong_input) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _too_long(error)
         Screen(sys.stderr).show_all(str(error).split("\n"))
         return EXIT_INPUT_ERROR
     except KeyboardInterrupt:
         Screen(sys.stderr).show("interrupted")
         return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _too_long(error)
+
+
+def _too_long(error: OSError) -> int:
+    Screen(sys.stderr).show(f"{str(error.filename)[:COLUMNS]}...: this name is too long for a file")
+    return EXIT_INPUT_ERROR
 
 
 async def unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
@@ -176,10 +225,17 @@ async def unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
     return EXIT_INTERRUPTED
 
 
-def run(main: Callable[[], int]) -> None:
-    """Run a command as the main program of this process."""
+def run(main: Callable[[], int], *, calls_users: bool = False) -> None:
+    """Run a command as the main program of this process.
+
+    Args:
+        main: the command; returns its exit code.
+        calls_users: whether it calls users' code here. Then it runs in a child, and what it leaves is killed.
+    """
     open_closed_streams()
     user_folder_last()
+    if calls_users:
+        continue_in_watched_child()
     try:
         sys.exit(main())
     finally:

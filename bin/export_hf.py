@@ -4,13 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, ended, parser_of, run
+from bin.entry import Screen, add_run, ended, found_run, parser_of
 from runtime.util.exit_codes import EXIT_OK
 
 EPILOG = """The command reads only files of the run, which may be running. This one process reads a checkpoint of any
@@ -25,14 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     from actors.trainer.export import CannotExport
-    from runtime.node.reopen import NoSuchRun  # imports the bus, which --help does not need
 
-    return ended(lambda: _export(args), CannotExport, NoSuchRun, OSError, ValueError)
+    return ended(lambda: _export(args), CannotExport, OSError, ValueError)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("export-hf", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    add_run(parser)
     parser.add_argument(
         "--step", type=int, metavar="N", help="Train step of the checkpoint. By default the newest checkpoint."
     )
@@ -44,13 +37,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(args: argparse.Namespace) -> int:
     from actors.trainer.export import export_run
-    from runtime.node.reopen import find_run
 
-    found = find_run(args.run)
+    found = found_run(args.run, trust=args.trust, needs_trust=True)
     source = export_run(found.directory, args.out, step=args.step)
     Screen(sys.stdout).show(f"{args.out}: {source.description} of run {found.name}")
     return EXIT_OK
-
-
-if __name__ == "__main__":
-    run(main)

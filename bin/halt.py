@@ -1,18 +1,10 @@
 """Halt the round that a run generates now: requests end, their groups keep their tokens, and the run goes on."""
 
-import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, ended, parser_of, run, unless_stopped
-from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from bin.entry import Screen, add_run, ended, found_run, parser_of, unless_stopped
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from runtime.node.reopen import FoundRun
@@ -28,20 +20,9 @@ exist; 130 stopped by Ctrl-C"""
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = parser_of("halt", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    add_run(parser)
     args = parser.parse_args(argv)
-    return ended(lambda: _halt(args))
-
-
-def _halt(args: argparse.Namespace) -> int:
-    from runtime.node.reopen import NoSuchRun, find_run  # it brings in the bus, which --help does not need
-
-    try:
-        found = find_run(args.run)
-    except NoSuchRun as error:
-        Screen(sys.stderr).show(str(error))
-        return EXIT_INPUT_ERROR
-    return _call(found)
+    return ended(lambda: _call(found_run(args.run, trust=args.trust)))
 
 
 def _call(found: "FoundRun") -> int:
@@ -60,7 +41,3 @@ def _call(found: "FoundRun") -> int:
 
     with silenced():
         return anyio.run(unless_stopped, halt)
-
-
-if __name__ == "__main__":
-    run(main)

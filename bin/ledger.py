@@ -4,17 +4,10 @@ import argparse
 import logging
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, ended, parser_of, run, unless_stopped
-from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from bin.entry import Screen, add_run, ended, found_run, parser_of, unless_stopped
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 from runtime.util.formatting import printable_json
 
 if TYPE_CHECKING:
@@ -35,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("ledger", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    add_run(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="Print one JSON object, with the groups of each trained step.")
     how.add_argument("--group", type=int, metavar="ID", help="Print all events of one group, one JSON line each.")
@@ -47,14 +40,10 @@ def _print_ledger(args: argparse.Namespace) -> int:
     import structlog
 
     from runtime.bus.errors import BusError
-    from runtime.node.reopen import NoLog, NoSuchRun, find_run
+    from runtime.node.reopen import NoLog
     from runtime.util.errors import flatten
 
-    try:
-        run = find_run(args.run)
-    except NoSuchRun as error:
-        Screen(sys.stderr).show(str(error))
-        return EXIT_INPUT_ERROR
+    run = found_run(args.run, trust=args.trust)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # hides retries
     if args.group is None:
         tell = partial(_print_books, run, args.json)
@@ -116,7 +105,3 @@ async def _print_group(run: "FoundRun", group_id: int) -> int:
         return EXIT_FAILED
     Screen(sys.stdout).show_all(lines)
     return EXIT_OK
-
-
-if __name__ == "__main__":
-    run(main)

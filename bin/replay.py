@@ -7,37 +7,35 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, ended, override_hint, parser_of, run
+from bin.entry import Screen, ended, override_hint, parser_of
 from runtime.util.exit_codes import EXIT_OK
+from runtime.util.import_path import command_name
 
 if TYPE_CHECKING:
     from actors.filter.filters import ReplayedFilter
     from runtime.data.dumped_run import DumpedGroups
     from runtime.data.dumps import DumpedGroup
-    from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
 
+START = command_name("start-topology")
 GROUPS_SHOWN = 12  # maximum number of group ids in a batch's text line
 
-EPILOG = """--to filter   Print the verdicts of rollout.dynamic_filter on every group, and how many differ from the
+EPILOG = f"""--to filter   Print the verdicts of rollout.dynamic_filter on every group, and how many differ from the
               dumped ones.
 --to batch    Print the batches that the buffer makes of the groups, with their rewards.
---to trainer  Train on the dump, as bin/start-topology TOPOLOGY --only trainer --load DUMP does. Further options are
-              passed to it.
+--to trainer  Train on the dump, as {START} TOPOLOGY --only trainer --load DUMP does. Further options
+              are passed to it.
 
-The topology.json of another user's dump may name functions. The command imports functions that --set or TOPOLOGY
-names, and those of dumps below run.dir that only you can write. It imports any other function only with --trust.
+Another user may have written the topology.json of the dump. The command takes only keys of it that say what is
+trained, and names the others in one line: functions, programs, addresses, secrets, places to read or write, and how
+the run runs, such as numbers of processes. Set them with --set, or let them in with --trust, which prints them. Dumps
+below run.dir that only you can write are your own.
 
-exit codes: 0 printed; 2 the dump or the topology cannot be used; with --to trainer those of bin/start-topology"""
+exit codes: 0 printed; 2 the dump or the topology cannot be used; with --to trainer those of {START}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--to", choices=["filter", "batch", "trainer"], required=True, help="What the samples are replayed through.")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="Override a key of the topology. Repeatable.")
-    add("--trust", action="store_true", help="Import functions that only the dump names; see below.")
+    add("--trust", action="store_true", help="Also take keys of a stranger's dump that are not harmless.")
     add("--json", action="store_true", help="Print JSON: one object for the filter, one line for each batch.")
     return parser
 
@@ -84,13 +82,17 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
     """Open the topology, the dump and the filter."""
     from actors.filter.filters import ReplayedFilter
     from runtime.data.dumped_run import DumpedGroups
-    from runtime.settings.load import load_topology
+    from runtime.settings.load import load_topology, without_rules
     from runtime.settings.reading.config import Problem, TopologyError
+    from runtime.settings.reading.toml import load_tables
+    from runtime.settings.topology import Topology
     from runtime.util.formatting import show
 
-    groups = DumpedGroups(args.dump)
-    loaded = load_topology(_topology_file(args), args.set)
-    _refuse_untrusted(args, loaded)
+    groups, file = DumpedGroups(args.dump), _topology_file(args)
+    if _asks(args, args.set):
+        loaded = without_rules(load_tables(file, args.set, Topology, foreign=True))
+    else:
+        loaded = load_topology(file, args.set)
     topology, key = loaded.topology, "rollout.dynamic_filter"
     name = topology.rollout.dynamic_filter
     try:
@@ -100,21 +102,27 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
         raise TopologyError([problem]) from error
 
 
-def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> None:
-    """Raises TopologyError if only an external dump names code that would be imported."""
-    from runtime.data.trust import is_own_dump, untrusted_code
-    from runtime.settings.reading.config import TopologyError
-    from runtime.settings.reading.toml import SET
+def _asks(args: argparse.Namespace, overrides: list[str]) -> bool:
+    """Say which keys of a stranger's topology are left out, or let in. Return whether only harmless ones are taken."""
+    from runtime.data.dump_files import TOPOLOGY_FILE
+    from runtime.settings.reading.foreign import is_own, left_out_line, let_in_line
+    from runtime.settings.reading.toml import SET, load_tables
     from runtime.settings.tables.run import RunConfig
+    from runtime.settings.topology import Topology
 
-    dump, file = (Path(os.path.realpath(path)) for path in (args.dump, _topology_file(args)))
-    inside = dump in file.parents
-    is_set = loaded.loaded.origin("run.dir") == SET
-    runs = Path(loaded.topology.run.dir if is_set else RunConfig(name="any").dir)
-    if args.trust or not inside or is_own_dump(args.dump, runs):
-        return
-    if problems := untrusted_code(loaded, args.to):
-        raise TopologyError(problems)
+    path = _topology_file(args)
+    dump, file = (Path(os.path.realpath(place)) for place in (args.dump, path))
+    if dump not in file.parents:
+        return False
+    loaded = load_tables(path, overrides, Topology, foreign=True)
+    is_set = loaded.origin("run.dir") == SET
+    runs = loaded.tables["run"]["dir"] if is_set else RunConfig(name="any").dir
+    if is_own(args.dump, Path(runs), [TOPOLOGY_FILE]):
+        return False
+    if loaded.left_out:
+        line = let_in_line if args.trust else left_out_line
+        Screen(sys.stderr).show(line(str(path), loaded.left_out))
+    return not args.trust
 
 
 def _filter(args: argparse.Namespace) -> Iterator[str]:
@@ -174,7 +182,7 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
             continue
         shown = ", ".join(map(str, ids[:GROUPS_SHOWN])) + (", ..." if len(ids) > GROUPS_SHOWN else "")
         rewarded = "no rewards" if mean is None else f"reward {mean:.3f}, std {std:.3f}"
-        yield f"step {batch.step}: {rewarded}, {len(ids)} groups: {shown}"
+        yield f"step {batch.step + 1}: {rewarded}, {len(ids)} groups: {shown}"
     if not args.json:
         state = buffer.state
         yield f"{state.trained} of {len(groups)} groups in {state.trained_steps} batches"
@@ -190,14 +198,9 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from runtime.settings.topology import Topology
 
     path = _topology_file(args)
-    name = load_tables(path, (), Topology).tables.get("run", {}).get("name", "dump")
-    own = [f"run.name={name}-replay", "run.dump_details=none", *args.set]
-    half = ["run.only=trainer", f"run.load={args.dump}"]
-    _refuse_untrusted(args, load_topology(path, [*own, *half]))
+    name = load_tables(path, (), Topology, foreign=True).tables.get("run", {}).get("name", "dump")
+    own = [f"run.name={name}-replay", "run.dump_details=none", "eval=[]", *args.set]  # a dump has no evaluations
+    load = partial(load_topology, foreign=_asks(args, [*own, "run.only=trainer", f"run.load={args.dump}"]))
     words = [str(path), "--only", "trainer", "--load", str(args.dump)]
     words += [word for item in own for word in ("--set", item)]
-    return start([*words, *(["--json"] if args.json else []), *rest])
-
-
-if __name__ == "__main__":
-    run(main)
+    return start([*words, *(["--json"] if args.json else []), *rest], load=load)

@@ -6,16 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-    from runtime.util.import_path import refuse_shadows
-
-    handle_ctrl_c()
-    refuse_shadows()
-
-from bin.entry import Screen, WrongInput, ended, parser_of, run
+from bin.entry import Screen, WrongInput, ended, parser_of
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
+from runtime.util.import_path import command_name
 
 if TYPE_CHECKING:
     from actors.reward.external import ExternalWorker
@@ -40,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("reward-worker", __doc__, EPILOG)
     add = parser.add_argument
-    add("credential", metavar="CREDENTIAL", type=Path, help="File that bin/credentials printed.")
+    add("credential", metavar="CREDENTIAL", type=Path, help=f"File that {command_name('credentials')} printed.")
     add("grader", metavar="GRADER", help='Grading function, as "my.py:function" or "module:function".')
     add("--processes", type=int, default=PROCESSES, metavar="N", help=f"Grader processes. Default: {PROCESSES}.")
     timeout = f"Seconds for one call of the function, which is then killed. Default: {TIMEOUT_S:g}."
@@ -129,7 +122,3 @@ async def _until_stopped(worker: "ExternalWorker") -> None:
         tasks.start_soon(obey_signals, tasks)
         await worker.run()
         tasks.cancel_scope.cancel()
-
-
-if __name__ == "__main__":
-    run(main)

@@ -84,6 +84,11 @@ class Environment(NamedTuple):
     def has_torch(self) -> bool:
         return "torch" in packages_of(self.lock.read_text())
 
+    @property
+    def has_cuda(self) -> bool:
+        """Whether the lock itself names the libraries of torch's CUDA build."""
+        return packages_of(CUDA_LOCK.read_text()).keys() <= packages_of(self.lock.read_text()).keys()
+
     def wanted_stamp(self) -> str:
         """Text of the stamp of a complete environment; bin/setup composes the same text to compare."""
         return "\n".join([f"checkout {ROOT}", self.lock.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
@@ -92,6 +97,7 @@ class Environment(NamedTuple):
 ENVIRONMENTS = {
     ".venv": Environment(".venv", "laptop.lock", imports_us=True),
     ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
+    ".venv-sglang-upstream": Environment(".venv-sglang-upstream", "sglang-upstream.lock", imports_us=False),
     ".venv-page": Environment(".venv-page", "page.lock", imports_us=False),
     ".venv-mlflow": Environment(".venv-mlflow", "mlflow.lock", imports_us=False),
     ".venv-opentelemetry": Environment(".venv-opentelemetry", "opentelemetry.lock", imports_us=False),
@@ -173,7 +179,7 @@ class Setup:
         environment = self._environment
         found = environment.stamp.read_text() if environment.stamp.exists() else None
         if found == self._wanted and self._works():
-            self._say(f"the other bin/setup created {environment.name}")
+            self._say(f"{environment.name} is up to date")
             return
         if found is not None and (old := self._moved_from(found)) is not None and self._works():
             self._say(f"{environment.name} was moved here from {old}; repairing it")
@@ -187,7 +193,7 @@ class Setup:
         else:
             self._make_empty(found)
         self._install(environment.lock)
-        if environment.has_torch and self._python("-c", NEEDS_CUDA) == YES:
+        if environment.has_torch and not environment.has_cuda and self._python("-c", NEEDS_CUDA) == YES:
             self._say(
                 "this is the CUDA build of torch: its libraries come too (a CPU build: see requirements/laptop.lock)"
             )

@@ -1,63 +1,77 @@
 """Start the run that a topology file describes, or resume it, and follow it to its end."""
 
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-    from runtime.util.import_path import refuse_shadows
-
-    handle_ctrl_c()
-    refuse_shadows()
-
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from actors.processes import process_specs
-from bin.entry import Screen, WrongInput, command_path, ended, override_hint, parser_of, run
+from bin.entry import Screen, WrongInput, command_path, ended, override_hint, parser_of
 from runtime.data.data_files import DataError
 from runtime.settings.job_system import AUTO_NODE, NoNode, node_of_job
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.placement import home_node
 from runtime.settings.plan import draw, plan_of
 from runtime.settings.reading.config import Problem, TopologyError
+from runtime.settings.reading.hints import flag_hint
 from runtime.settings.reading.toml import shipped_topologies
-from runtime.settings.slime.hints import flag_hint
 from runtime.settings.topology import Topology
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 from runtime.util.secrets import without_logins
 
 if TYPE_CHECKING:
-    from runtime.node.checks.findings import Checked
+    from runtime.node.checks.context import Checked
     from runtime.node.planning import SpecsOf
 
-DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
+    Load = Callable[[Path, Sequence[str]], LoadedTopology]
+
+CHECKS = "Check whether the run can start on this machine"
+PLANS = "Print objective, processes of each node and sizes of streams"
+START = """Start the run that a topology file describes, or resume it, and follow it to its end.
 
 The run directory runs/<run.name>/ has the resolved topology, logs, checkpoints, metrics.jsonl and the bus's store."""
+DESCRIPTIONS = {"start": START, "check": f"{CHECKS}. With --node on all nodes, compare them.", "plan": f"{PLANS}."}
 EPILOG = """exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped by Ctrl-C. After Ctrl-C the same
 command resumes the run; a second Ctrl-C ends it without cleanup."""
 
 
-def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    *,
+    verb: str = "start",
+    specs_of: "SpecsOf | None" = None,
+    load: "Load" = load_topology,
+) -> int:
     """Run the command and return its exit code.
 
     Args:
         argv: the arguments; by default those of the process.
+        verb: "start", "check" or "plan".
         specs_of: returns the process specs of a node; by default `actors.processes.process_specs`.
+        load: loads a topology file with overrides.
     """
-    args = _parsed(argv)
-    return ended(lambda: _work(args, specs_of or process_specs), TopologyError, DataError)
+    args = _parsed(argv, verb)
+    return ended(lambda: _work(args, specs_of or process_specs, load), TopologyError, DataError)
 
 
-def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
-    loaded = load_topology(args.topology, [*args.set, *_half(args)])
+def check(argv: list[str]) -> int:
+    """Run the verb `check`, which stands for the option of that name."""
+    return main(argv, verb="check")
+
+
+def plan(argv: list[str]) -> int:
+    """Run the verb `plan`, which stands for the option of that name."""
+    return main(argv, verb="plan")
+
+
+def _work(args: argparse.Namespace, specs_of: "SpecsOf", load: "Load") -> int:
+    loaded = load(args.topology, [*args.set, *_half(args)])
     if args.plan:
         return _plan(loaded, specs_of, args)
     if args.download:
@@ -65,9 +79,9 @@ def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     return _check(loaded, args) if args.check else _start(loaded, args, specs_of)
 
 
-def _parsed(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments. For an unknown option of slime, the error names its replacement."""
-    parser = _parser()
+def _parsed(argv: list[str] | None, verb: str) -> argparse.Namespace:
+    """Parse the arguments. For an unknown option of another project, the error names its replacement."""
+    parser = _parser(verb)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("--"))
@@ -78,10 +92,17 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(verb: str) -> argparse.ArgumentParser:
     shipped = f"shipped topologies: {', '.join(shipped_topologies())}"
-    parser = parser_of("start-topology", DESCRIPTION, f"{fill(shipped, 110, break_on_hyphens=False)}\n\n{EPILOG}")
+    command = "start-topology" if verb == "start" else verb
+    parser = parser_of(command, DESCRIPTIONS[verb], f"{fill(shipped, 110, break_on_hyphens=False)}\n\n{EPILOG}")
     add = parser.add_argument
+
+    def choose(name: str, text: str) -> None:  # an option that says what is done; a verb says it too
+        if verb == "start":
+            add(f"--{name}", action="store_true", help=text)
+        parser.set_defaults(**{name: name == verb})
+
     add("topology", type=Path, help="Topology file, or the name of a shipped one, such as laptop.")
     add(
         "--set",
@@ -90,14 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="Override a key, such as train.num_steps=5. Repeatable.",
     )
-    add(
-        "--check",
-        action="store_true",
-        help="Check whether the run can start on this machine, and exit. With --node on all nodes, compare them.",
-    )
+    choose("check", f"{CHECKS}, and exit. With --node on all nodes, compare them.")
+    add("--strict", action="store_true", help="With --check: refuse what is a note otherwise.")
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
-    add("--download", action="store_true", help="Download the models that are named as on the hub, and exit.")
-    add("--plan", action="store_true", help="Print objective, processes of each node and sizes of streams, and exit.")
+    choose("download", "Download the models that are named as on the hub, and exit.")
+    choose("plan", f"{PLANS}, and exit.")
     add(
         "--node",
         metavar="NAME",
@@ -116,11 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Run only generation, without training, or only training, on a dump.",
     )
     add("--load", metavar="DIR", help="Directory of the dump for --only trainer; run.dump_details writes dumps.")
-    add(
-        "--json",
-        action="store_true",
-        help="Print one JSON line on standard output, and everything else on standard error.",
-    )
+    choose("json", "Print one JSON line on standard output, and everything else on standard error.")
     add("--fresh", nargs="?", const="", metavar="RUN", help="Start over. RUN names the existing run to delete.")
     return parser
 
@@ -129,6 +143,8 @@ def _half(args: argparse.Namespace) -> list[str]:
     """Convert --only and --load into overrides."""
     if args.elsewhere and not args.check:
         raise WrongInput("--elsewhere needs --check")
+    if args.strict and not args.check:
+        raise WrongInput("--strict needs --check")
     if args.load is not None and args.only != "trainer":
         raise WrongInput("--load DIR needs --only trainer")
     if args.only == "trainer" and args.load is None and not any(item.startswith("run.load=") for item in args.set):
@@ -160,10 +176,7 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
 
     loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
     checked = _checked(loaded, screen, node=_node_of(loaded.topology, args.node), fresh=args.fresh is not None)
-    for note in checked.notes:
-        screen.show(f"note: {note}")
-    if checked.problems:
-        raise TopologyError(checked.problems)
+    _show_notes(checked.notes, args, screen, checked.problems)
     if any(hub_models(loaded)):  # the model must be downloaded first: further checks are not possible
         return loaded.topology
     topology = _fitted(_counted(loaded, screen).topology, screen)
@@ -177,17 +190,29 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
     return topology
 
 
+def _show_notes(
+    notes: Sequence[str], args: argparse.Namespace, screen: Screen, problems: tuple[Problem, ...] = ()
+) -> None:
+    """Show notes. Raise TopologyError if there are problems; with --strict notes are problems too."""
+    if args.strict:
+        problems, notes = (*problems, *(Problem(key="", message=f"{note} (--strict)") for note in notes)), ()
+    for note in notes:
+        screen.show(f"note: {note}")
+    if problems:
+        raise TopologyError(problems)
+
+
 def _checked(
     loaded: LoadedTopology, screen: Screen, *, node: str | None = None, fresh: bool = False, elsewhere: bool = False
 ) -> "Checked":
     """Run the pre-start checks in a separate process that can be killed, since they run users' code."""
     from runtime.node.checks.apart import Doing, apart
-    from runtime.node.checks.findings import Checked
+    from runtime.node.checks.context import CheckContext, Checked
 
     def work(doing: Doing) -> Checked:
         from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
 
-        return preflight(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing)
+        return preflight(CheckContext(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing))
 
     return apart(loaded, work, Checked, screen.show)
 
@@ -197,8 +222,7 @@ def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
     if not args.elsewhere:
         return _check_nodes(loaded, args, file) if _compares(loaded.topology, args) else _check_here(loaded, args, file)
     checked = _checked(loaded, Screen(sys.stderr), elsewhere=True)
-    if checked.problems:
-        raise TopologyError(checked.problems)
+    _show_notes(checked.notes if args.strict else (), args, Screen(sys.stderr), checked.problems)
     note = "valid, except for what only the machine of the run can show; not checked"
     Screen(sys.stdout).show(f"{file}: {note}: {'; '.join(checked.left_out)}")
     return EXIT_OK
@@ -319,6 +343,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         for problem in problems:
             screen.show(f"this node cannot take part: {problem}")
 
+    from actors.trainer.checkpoints import kept_of  # imports models, which other commands do not need
     from runtime.node.planning import StartOptions  # imports the bus, which other commands do not need
     from runtime.node.start import RunRefused, start
 
@@ -338,6 +363,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
             topology,
             options,
             specs_of=specs_of,
+            kept_of=kept_of,
             show=screen.show,
             rewrite=screen.rewrite if screen.can_rewrite else None,
         )
@@ -377,14 +403,10 @@ def _download(loaded: LoadedTopology) -> int:
 def _command_of(args: argparse.Namespace) -> str:
     """The command that resumes this run, from any directory. Logins are masked: the user must enter them again."""
     here = Path.cwd()
-    words = [command_path("start-topology", here), str(args.topology)]
+    words = [*command_path("start-topology", here), str(args.topology)]
     for override in args.set:
         words += ["--set", without_logins(override)]
     for option in ("node", "join", "only", "load"):
         value = getattr(args, option)
         words += [] if value is None else [f"--{option}", str(value)]
     return f"cd {shlex.quote(str(here))} && {shlex.join(words)}"
-
-
-if __name__ == "__main__":
-    run(main)

@@ -3,17 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import handle_ctrl_c
-
-    handle_ctrl_c()
-
-from bin.entry import Screen, WrongInput, ended, override_hint, parser_of, run
+from bin.entry import Screen, WrongInput, ended, override_hint, parser_of
+from runtime.functions.table import ALL
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 from runtime.util.formatting import count_of
@@ -32,17 +27,21 @@ SHOWN: Final = 200  # characters of a text
 BLOCKED_S: Final = 0.5  # seconds without the event loop that are reported
 EPILOG = """grader   Grade samples in a grader process, with the sandbox and the limits of a run. FILE has one JSON
          object per line: response, and optionally prompt, label and metadata. DUMP is a directory that
-         run.dump_details wrote. The reward of the run is printed too.
+         run.dump_details wrote. The reward of the run is printed too. With --topology the name may be one of
+         reward.graders, reward.sums or reward.judges; of a judge with a pool, engines in its urls answer.
 generate Generate one sample for each line of FILE, against a tiny engine with the model of --topology. A line is a JSON
-         object: prompt (as the model reads it), and optionally label and metadata.
+         object: prompt (as the model reads it), and optionally label and metadata. Without --on, for the prompts
+         that a run of the topology issues first.
 rollout  Call a rollout function for a group of samples of each line of FILE, as generate, in calls of
          rollout.custom_rollout_prompts. They are graded by the grader of the first data source.
 evaluation
-         Call an evaluation function once, with the lines of FILE as the prompts of the first evaluation set.
+         Call an evaluation function once, with the lines of FILE as the prompts of the first evaluation set. Without
+         --on, with those of the set.
 filter   Judge the groups of a DUMP. The verdict of the run is printed too.
 metrics  Compute metrics of an evaluation set from the samples of a DUMP: each group is a prompt of the set.
 source   Call the function with the numbers 0, 1, 2 and so on. A class draws its rows in the process of a
          run, gets outcomes, and draws 100 rows twice, with a kill between, which must be the same.
+others   Call the function in its process for each line of FILE, a JSON object: what the function gets.
 
 The command reads only the samples of a dump, and imports no function that the dump names.
 
@@ -58,25 +57,33 @@ def main(argv: list[str] | None = None) -> int:
     from actors.rollout.sglang.errors import EngineError
     from runtime.data.data_files import DataError
     from runtime.data.dump_files import DumpError
-    from runtime.settings.plugins import PluginError
+    from runtime.functions.load import PluginError
     from runtime.settings.reading.config import TopologyError
 
-    kinds = {"grader": _try_grader, "generate": _try_generate, "filter": _try_filter, "source": _try_source}
-    kinds |= {"metrics": _try_metrics, "rollout": _try_groups, "evaluation": _try_groups}
-    work = kinds[args.kind]
+    work = _works()[args.kind]
     expected = (TopologyError, DumpError, DataError, PluginError, GraderProcessError, EngineError, ValueError)
     return ended(lambda: _show(work(args)), *expected)
+
+
+def _works() -> dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, bool]]]]:
+    """Return how each kind is tried: those with a process of their own as it is called there, if not otherwise."""
+    works = {"grader": _try_grader, "generate": _try_generate, "rollout": _try_groups, "evaluation": _try_groups}
+    works |= {"filter": _try_filter, "metrics": _try_metrics, "source": _try_source}
+    return {kind.name: _try_calls for kind in ALL if kind.answering} | works
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("try", __doc__, EPILOG)
     parser.add_argument(
         "kind",
-        choices=["grader", "generate", "rollout", "evaluation", "filter", "metrics", "source"],
-        help="What the function is.",
+        choices=list(_works()),
+        metavar="KIND",
+        help="What the function is: one of those below, or another kind with a process of its own.",
     )
-    parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one.")
-    parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
+    parser.add_argument(
+        "function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one, or a name of --topology."
+    )
+    parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples or prompts. Not for source.")
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="Most samples, groups or rows; 8 by default.")
     parser.add_argument("--group", action="store_true", help="grader: one call per prompt group; a FILE is one group.")
     parser.add_argument("--file", action="append", default=[], metavar="NAME=FILE", help="source: rows for a class.")
@@ -187,6 +194,7 @@ def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     import anyio
 
     from actors.rollout.trial import try_generate
+    from messages import Prompt
 
     topology, rows = _prompts(args)
 
@@ -194,18 +202,25 @@ def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         return [trial async for trial in try_generate(args.function, rows, topology)]
 
     for number, (row, trial) in enumerate(zip(rows, anyio.run(trials), strict=True)):
-        yield f"prompt {number}: {_short(row.prompt)}", True
+        yield f"prompt {number}: {_short(row.text if isinstance(row, Prompt) else row.prompt)}", True
         yield from _generated(trial)
 
 
-def _prompts(args: argparse.Namespace, *overrides: str) -> tuple["Topology", list["GenerateRow"]]:
-    """Read the topology, and the prompts to try a function on."""
+def _prompts(args: argparse.Namespace, *overrides: str) -> tuple["Topology", Sequence["GenerateRow | Prompt"]]:
+    """Read the topology, and the prompts to try a function on: those of a file, or of the topology's data."""
+    from actors.buffer.prompts.source import first_of_evaluation, first_prompts
     from actors.rollout.trial import GenerateRow
     from runtime.settings.load import load_topology
 
-    if args.topology is None or args.on is None or args.on.is_dir():
-        raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
+    if args.topology is None or (args.on is not None and args.on.is_dir()):
+        raise WrongInput("--topology FILE is needed, and perhaps --on FILE: the model, and a file of prompts")
     topology = load_topology(args.topology, [*args.set, *overrides]).topology
+    if args.on is None:
+        if args.kind == "evaluation":
+            return topology, first_of_evaluation(topology, args.limit)
+        if not topology.data:
+            raise WrongInput(f"{args.topology}: has no [[data]] table; write one, or give --on FILE with prompts")
+        return topology, first_prompts(topology, args.limit)
     rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line]
     if not rows:
         raise WrongInput(f"{args.on}: holds no prompt; expected a JSON object in each line")
@@ -216,26 +231,21 @@ def _try_groups(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Try a rollout or an evaluation function, which generates several samples of several prompts."""
     import anyio
 
-    from actors.reward.frames import GraderSpec
     from actors.reward.grader_check import open_grader
     from actors.reward.samples import GradedSample
     from actors.rollout.group_trials import try_evaluation, try_rollout
     from runtime.settings.derived import eval_data
-    from runtime.settings.topology import own_graders
+    from runtime.settings.load import load_topology
 
     is_rollout = args.kind == "rollout"
     key = "rollout.custom_rollout" if is_rollout else "eval.0.custom_evaluation"
-    if not is_rollout and not _prompts(args)[0].eval:
+    if not is_rollout and args.topology is not None and not load_topology(args.topology, args.set).topology.eval:
         raise WrongInput(f"{args.topology}: has no [[eval]] table; write one, whose sampling and grader are used")
     topology, rows = _prompts(args, f"{key}={args.function}")
     data = topology.data[0] if is_rollout else eval_data(topology, topology.eval[0])
-    rm_type = data.rm_type or ""
-    grader = own_graders(topology).get(rm_type)
-    if grader is None:
-        raise WrongInput(f"the grader {rm_type!r} needs a run; name another one with --set, such as reward.graders")
 
     async def trial() -> "FunctionTrial":
-        async with open_grader(GraderSpec(name=grader), topology) as grade:
+        async with open_grader(data.rm_type or "", topology) as grade:
 
             async def grade_text(prompt: "Prompt", index: int, response: str, status: str) -> float:
                 sample = GradedSample(
@@ -345,7 +355,7 @@ def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     import anyio
 
     from actors.buffer.deciding.measuring import EvalSample, MetricsError, try_metrics
-    from runtime.process.user_process import UserFunctionError, UserProcessError
+    from runtime.functions.child import UserFunctionError, UserProcessError
 
     samples = [
         EvalSample(
@@ -405,14 +415,12 @@ def _source_settings(args: argparse.Namespace, *, is_function: bool = False) -> 
     from runtime.settings.tables.prompts import DataConfig
 
     files = dict(pair.partition("=")[::2] for pair in args.file)
-    bases = (str(Path.cwd()),)
-    key = "data.source" if is_function else "data.source_class"
-    hello = Hello(key=key, value=args.function, base_dirs=bases, files=files, is_function=is_function)
-    return SourceSettings(hello=hello, timeout_s=DataConfig(name="tried").timeout_s)
+    key, timeout_s = "data.source" if is_function else "data.source_class", DataConfig(name="tried").timeout_s
+    return SourceSettings(key=key, value=args.function, hello=Hello(files=files), timeout_s=timeout_s)
 
 
 def _is_class(function: str) -> bool:
-    from runtime.settings.plugins import PluginError, load_class
+    from runtime.functions.load import PluginError, load_class
 
     try:
         load_class("source", function, methods=(), base_dirs=[Path.cwd()])
@@ -455,12 +463,49 @@ def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         yield tried.note, True
 
 
+def _try_calls(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Call a function with a process of its own, with each line of a file."""
+    import time
+
+    import anyio
+    import msgspec
+
+    from runtime.functions.child import UserFunctionError, UserProcess, UserProcessError
+    from runtime.functions.limits import UserLimits
+    from runtime.settings.derived import limits_of
+    from runtime.settings.load import load_topology
+    from runtime.settings.reference.functions import keys_by_function
+
+    if args.on is None or args.on.is_dir():
+        raise WrongInput("--on FILE is needed: a JSON object in each line")
+    (kind,) = (kind for kind in ALL if kind.name == args.kind)
+    key, *_ = keys_by_function()[kind]
+    limits = limits_of(load_topology(args.topology, args.set).topology.reward) if args.topology else UserLimits()
+    process = UserProcess(kind, key, args.function, limits)
+
+    async def answers() -> list[tuple[str, bool]]:
+        found: list[tuple[str, bool]] = []
+        lines = [(number, line) for number, line in enumerate(_lines(args.on), 1) if line]
+        try:
+            for number, line in lines[: args.limit]:
+                payload, start = msgspec.msgpack.encode(_decoded(args.on, number, line, Any)), time.perf_counter()
+                try:
+                    answer = msgspec.msgpack.decode(await process.call(payload, timeout_s=kind.timeout_s))
+                except TimeoutError:
+                    found.append((f"line {number}: no answer within {kind.timeout_s:g} s", False))
+                except (UserFunctionError, UserProcessError) as error:
+                    found.append((f"line {number}: failed: {error}", False))
+                else:
+                    found.append((f"line {number}: {_short(answer)}, {time.perf_counter() - start:.4f} s", True))
+        finally:
+            await process.kill()
+        return found
+
+    yield from anyio.run(answers)
+
+
 def _short(value: Any) -> str:
     """Return a value as one line of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
     text = json.dumps(text, ensure_ascii=False) if isinstance(value, str) else text
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
-
-
-if __name__ == "__main__":
-    run(main)

@@ -168,7 +168,7 @@ class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
     topic = "trainer.started"
     incarnation: int  # raised at each start
     step: int  # train steps in the loaded state; the number of the next batch
-    start: str = ""  # unique id of this start; the event may be stored twice
+    start: str = ""  # unique id of this start: two may share an incarnation, and the event may be stored twice
 
 
 class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +196,7 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     untrained: tuple[UntrainedSamples, ...] = ()  # samples of the batch that contributed no gradient
     skipped_groups: tuple[int, ...] = ()  # groups without any sample that contributed a gradient
     not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
+    start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)
@@ -228,6 +229,7 @@ class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
     incarnation: int
     groups: tuple[GroupRef, ...]
     reason: str
+    start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
 
 
 @register
@@ -243,7 +245,7 @@ class SelectionFailed(Message, kw_only=True, tag="selection_failed"):
 
 @register
 class UserFunctionRaised(Message, kw_only=True, tag="user_function_raised"):
-    """A user's function raised, for the first time at these places in this process.
+    """A user's function raised or took too long, for the first time at these places in this process.
 
     Written by reward, rollout, filter and buffer.
     """
@@ -253,6 +255,7 @@ class UserFunctionRaised(Message, kw_only=True, tag="user_function_raised"):
     instance: str
     function: str  # its name, or the setting that names it
     traceback: str  # from the function's own first frame on
+    took_too_long: bool = False  # it was ended there
 
 
 @register
@@ -289,6 +292,7 @@ class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     oldest_step: int  # of the oldest checkpoint that can still be loaded
     took_s: float  # from start to completion; training goes on meanwhile
     pause_s: float = 0.0  # how long training stood still while the state was copied
+    start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
 
 
 @register
@@ -340,6 +344,7 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     delta_bytes: int = 0  # for a delta: size of the published delta, whereas `size_bytes` is of the full files
     files: dict[str, FileSum] = {}  # by name, of the full files that engines read; empty: not compared
     again_of: int = 0  # republishes the weights of this version, whose files engines could not read; 0: new weights
+    start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
 
 
 @register
@@ -379,6 +384,25 @@ class ActorExited(Message, kw_only=True, tag="actor_exited"):
     exit_code: int  # negative: killed by that signal
     reason: str
     restart_in_s: float | None = None  # None: no restart
+
+
+@register
+class EventLoopBlocked(Message, kw_only=True, tag="event_loop_blocked"):
+    """A call blocked the event loop of a process, so that the process did nothing else. Written by the node daemon.
+
+    Published once a block has lasted some seconds, and at the end of each that took a second or more.
+    """
+
+    plane = Plane.EVENT
+    topic = "event_loop.blocked"
+    actor: str
+    node: str
+    pid: int
+    blocked_s: float  # so far, without time in which the process was stopped or had no core
+    ended: bool
+    function: str = ""  # setting that names the user's function; empty: none, or unknown
+    place: str = ""  # file, line and name of the call; empty: unknown
+    is_ours: bool = False  # the call is in code of this project
 
 
 @register

@@ -1,4 +1,4 @@
-"""Colocation phases of a run whose trainer and engines share GPU memory (docs/understand/colocation.md)."""
+"""Colocation phases of a run whose trainer and engines share GPU memory (docs/run/colocated.md#phases)."""
 
 from enum import StrEnum
 
@@ -32,7 +32,7 @@ class EnginePhase(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class PhaseChanged(Message, kw_only=True, tag="phase_changed"):
-    """A phase begins, and the previous phase is over. Readers ignore an older incarnation than the newest known one.
+    """A phase begins, and the previous phase is over. Readers ignore phases of a replaced trainer.
 
     Written by trainer.
     """
@@ -49,6 +49,7 @@ class PhaseChanged(Message, kw_only=True, tag="phase_changed"):
         str, int | None
     ] = {}  # by instance, for those whose memory the previous phase moved; None: unknown
     bytes_after: dict[str, int | None] = {}
+    start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
 
 
 @register

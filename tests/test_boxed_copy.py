@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, halves: Halves) -> Path:
     """Where the first half has been run."""
     place = tmp_path_factory.mktemp("boxed-copy")
     steps = f"train.num_steps={halves.sft_steps}"
-    result, metrics, _ = run_topology(place, "topologies/boxed-copy-sft.toml", steps, limit_s=LIMIT_S)
+    result, metrics, *_ = run_topology(place, "topologies/boxed-copy-sft.toml", steps, limit_s=LIMIT_S)
     assert undocumented(metrics) == set()
     assert result["groups"]["trained"] == result["groups"]["issued"] == halves.sft_steps * 64
     assert result["loss_first"] > 2.5  # ln 16 = 2.77 at random weights
@@ -71,7 +71,7 @@ def test_rl_goes_on_from_the_exported_model_by_partial_rollout_one_step_off(plac
     name, num_steps = "asynchronous", halves.rl_steps
     settings = (f"run.name={name}", f"train.num_steps={num_steps}", f"eval.0.interval={num_steps}")
     finished = run_topology(place, "topologies/boxed-copy.toml", *settings, *ASYNCHRONOUS, limit_s=LIMIT_S)
-    result, metrics, _ = finished
+    result, metrics, *_ = finished
     assert result["steps"] == num_steps
     assert books_closed(result["groups"])
     assert result["groups"]["trained"] == num_steps * 64

@@ -1,4 +1,4 @@
-"""A whole run on a cluster of three servers, with the accounts of docs/run/nats-cluster.md."""
+"""A whole run on a cluster of three servers, with the accounts of docs/run/nats/accounts.conf."""
 
 import asyncio
 import datetime
@@ -18,12 +18,11 @@ from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, rend
 from runtime.bus.nats.connection import open_connection
 from runtime.util.secrets import Login, Secret, with_login
 from tests.chaos.pace import Pace
-from tests.docs.snippets import snippets
 from tests.fixtures.nats import eventually
 from tests.support.cluster import Cluster, running_cluster
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "run" / "nats-cluster.md"
+ACCOUNTS = ROOT / "docs" / "run" / "nats" / "accounts.conf"
 RUN = "try"
 LOG = stream_of(RUN, Plane.EVENT)
 PASSWORD = Secret("swordfish")
@@ -31,8 +30,7 @@ START_S = 300.0
 
 
 def accounts_of_the_page() -> str:
-    (text,) = snippets(PAGE, "text")
-    return text
+    return ACCOUNTS.read_text(encoding="utf-8")
 
 
 def words(text: str) -> list[str]:
@@ -89,7 +87,7 @@ async def kill_leader(cluster: Cluster, metrics: Path, pace: Pace) -> None:
 
 
 async def run(cluster: Cluster, directory: Path, *, num_steps: int, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, "-P", "bin/start_topology.py", "topologies/laptop.toml", "--json"]
+    command = [sys.executable, "-P", "bin/physarum.py", "start-topology", "topologies/laptop.toml", "--json"]
     settings = (
         f"run.name={RUN}",
         f"run.dir={directory / 'runs'}",

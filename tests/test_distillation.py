@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS, BATCH, SAMPLES, WIDTH = 3, 8, 4, 5
 SETTINGS = (
     *(f"train.num_steps={STEPS}", f"rollout.rollout_batch_size={BATCH}", f"rollout.n_samples_per_prompt={SAMPLES}"),
-    *("eval.0.interval=2", "algorithm.use_opd=true", "algorithm.opd_type=sglang", "algorithm.kl_loss_coef=0.01"),
-    *("algorithm.distillation_loss_coef=0.5", f"algorithm.distillation_topk={WIDTH}"),
+    *("eval.0.interval=2", "algorithm.opd.type=sglang", "algorithm.kl.loss_coef=0.01"),
+    *("algorithm.opd.distillation.type=forward", "algorithm.opd.distillation.coef=0.5"),
+    f"algorithm.opd.distillation.topk={WIDTH}",
 )
 
 

@@ -16,11 +16,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.whole_runs import START, advice_in
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "topologies" / "examples"
 TOKENIZER = ROOT / "topologies" / "demo" / "models" / "reverse-digits" / "tokenizer.json"
 NUM_STEPS = 2
+ADVISED_STEPS = 24  # more than any rule of advice looks at
 LIMIT_S = 300
+ADVISED_LIMIT_S = 1_200  # a loaded machine takes several minutes
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,21 @@ def engine_server() -> Generator[str]:
             it.kill()
 
 
-def run(name: str, place: Path) -> Done:
+def run(name: str, place: Path, num_steps: int = NUM_STEPS, limit_s: float = LIMIT_S) -> Done:
     with engine_server() if name == "another-engine" else nullcontext("") as server:
-        return run_with(name, place, {"ANOTHER_ENGINE": server} if server else {})
+        return run_with(name, place, {"ANOTHER_ENGINE": server} if server else {}, num_steps, limit_s)
 
 
-def run_with(name: str, place: Path, env: dict[str, str]) -> Done:
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(EXAMPLES / f"{name}.toml"), "--json"]
-    command += ["--set", f"train.num_steps={NUM_STEPS}", "--set", "run.dump_details=dump"]
+def run_with(name: str, place: Path, env: dict[str, str], num_steps: int, limit_s: float) -> Done:
+    command = [*START, str(EXAMPLES / f"{name}.toml"), "--json"]
+    command += ["--set", f"train.num_steps={num_steps}", "--set", "run.dump_details=dump"]
     done = subprocess.run(
         command,
         cwd=place,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -217,6 +221,15 @@ def test_an_example_trains_with_its_own_functions(name: str, tmp_path: Path) -> 
     assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "rm": 128, "tool-use": 32}.get(name, 8)
     assert groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
     CHECKS[name](done)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(ADVISED_LIMIT_S + 60)
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_example_gets_no_advice_in_its_first_steps(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, ADVISED_STEPS, ADVISED_LIMIT_S)
+    assert done.result["steps"] == ADVISED_STEPS
+    assert advice_in(done.run_dir) == {}
 
 
 def test_the_calculator_answers_although_its_process_was_killed() -> None:

@@ -27,8 +27,8 @@ def test_gdpo_trains_the_named_rewards_of_a_grader(tmp_path: Path) -> None:
     settings = (
         f"data.0.rm_type={tmp_path}/two.py:grade",
         "reward.reward_key=score",
-        "algorithm.advantage_estimator=gdpo",
-        'algorithm.gdpo_reward_keys=["right", "ended"]',
+        "algorithm.estimator.type=gdpo",
+        'algorithm.estimator.reward_keys=["right", "ended"]',
         "algorithm.normalize_advantages=true",
     )
     for row in trained(tmp_path, *settings):
@@ -42,7 +42,7 @@ def test_gdpo_trains_the_named_rewards_of_a_grader(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(360)
 def test_remax_compares_with_a_greedy_sample_that_is_not_trained(tmp_path: Path) -> None:
-    for row in trained(tmp_path, "algorithm.advantage_estimator=remax"):
+    for row in trained(tmp_path, "algorithm.estimator.type=remax"):
         assert row["train/global_batch_size"] == 16 * 8  # the greedy ones are no part of the batch
         assert 0 <= row["rollout/baseline_reward"] <= 1
         # each sample's advantage is its reward minus that of its prompt's greedy sample

@@ -94,7 +94,8 @@ def test_a_run_on_a_shorter_dump_ends_with_the_dump(dump: Path, tmp_path: Path) 
 
 
 def test_rollout_alone_runs_to_its_end_on_the_same_weights(tmp_path: Path) -> None:
-    result, _, run = start(tmp_path, "alone", "--only", "rollout", overrides=("run.dump_details=dump",))
+    finished = start(tmp_path, "alone", "--only", "rollout", overrides=("run.dump_details=dump",))
+    result, run = finished.result, finished.run_dir
     groups = result["groups"]
     assert groups["issued"] == groups["trained"] == STEPS * BATCH
     assert result["eval_last"] is not None

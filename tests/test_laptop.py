@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.metric_names import undocumented
-from tests.support.whole_runs import best_reward, run_topology
+from tests.support.printed_run import FIRST_RUN, README, blocks_of, shape_of, shapes_of
+from tests.support.whole_runs import advice_in, best_reward, run_topology
 
 FEWER_STEPS = 100  # of the recipe's 200: it has learnt by then
 LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
@@ -19,7 +20,7 @@ LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle
 )
 def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: Path, num_steps: int) -> None:
     settings = f"train.num_steps={num_steps}"
-    result, rows, _ = finished = run_topology(tmp_path, "topologies/laptop.toml", settings, limit_s=LIMIT_S)
+    result, rows, *_ = finished = run_topology(tmp_path, "topologies/laptop.toml", settings, limit_s=LIMIT_S)
     assert result["run"] == "laptop"
     assert result["steps"] == num_steps
     assert result["reward_first"] < 0.2
@@ -36,6 +37,24 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
     assert all(0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"] for row in steps)
     assert best_reward(steps[:85]) >= 0.85
+    assert not [line for line in finished.printed if "same score" in line]
+    assert advice_in(finished.run_dir) == {}
+    run, summary = shapes_of(finished.printed, tmp_path)
+    (readme,), (begin, end) = blocks_of(README), blocks_of(FIRST_RUN)
+    written = [*map(shape_of, readme.splitlines())]
+    assert written == [*run, "", *summary], "python -m tests.support.printed_run writes the pages"
+    assert ([*map(shape_of, begin.splitlines())], [*map(shape_of, end.splitlines())]) == (run, summary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_broken_grader_is_named_at_the_tenth_step_of_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def grade(sample):\n    return 0.0\n")
+    broken = (f"data.0.rm_type={tmp_path}/broken.py:grade", "train.num_steps=11")
+    finished = run_topology(tmp_path, "topologies/laptop.toml", *broken, limit_s=LIMIT_S)
+    (alarm,) = [number for number, line in enumerate(finished.printed) if "have the same score, 0" in line]
+    before = [line for line in finished.printed[:alarm] if line.startswith("step ")]
+    assert len(before) == 10
 
 
 @pytest.mark.nightly
@@ -45,7 +64,7 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
 def test_it_learns_whichever_way_weights_go(tmp_path: Path, layout: str, seed: int) -> None:
     """By files, by broadcast from two ranks to two engines, in shared memory in turns: from the same beginnings."""
     settings = (f"run.seed={seed}", f"train.num_steps={FEWER_STEPS}")
-    result, _, _ = finished = run_topology(tmp_path, f"topologies/{layout}.toml", *settings, limit_s=LIMIT_S)
+    result, *_ = finished = run_topology(tmp_path, f"topologies/{layout}.toml", *settings, limit_s=LIMIT_S)
     sys.stdout.write(f"{layout}, seed {seed}: {json.dumps(result)}\n")
     assert best_reward(finished.steps) >= 0.9
     assert result["groups"]["issued"] == result["groups"]["trained"] == FEWER_STEPS * 64

@@ -52,7 +52,7 @@ def run(folder: Path, name: str, count: int, size: int) -> None:
     topology = folder / f"{name}.toml"
     rows = str(folder / f"{name}.jsonl")
     topology.write_text(TOPOLOGY.format(root=ROOT, name=name, groups=GROUPS, steps=STEPS, rows=rows))
-    command = [sys.executable, str(ROOT / "bin" / "start_topology.py"), str(topology), "--json"]
+    command = [sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology", str(topology), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -94,7 +94,7 @@ def test_a_row_of_seventeen_megabytes_is_refused_with_its_file_and_line(tmp_path
     topology = tmp_path / "huge.toml"
     rows = str(tmp_path / "huge.jsonl")
     topology.write_text(TOPOLOGY.format(root=ROOT, name="huge", groups=GROUPS, steps=STEPS, rows=rows))
-    command = [sys.executable, str(ROOT / "bin" / "start_topology.py"), str(topology), "--json"]
+    command = [sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology", str(topology), "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode != 0
     assert f"{rows}:1: prompt, label and metadata have 17000" in done.stderr

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 PPO = (
-    "algorithm.advantage_estimator=ppo",
-    "algorithm.num_critic_only_steps=1",
+    "algorithm.estimator.type=ppo",
+    "algorithm.estimator.num_critic_only_steps=1",
     "rollout.rollout_batch_size=8",
     "train.num_steps=4",
     "train.save_interval=2",

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from bin.physarum import DOES
 from runtime.bus.nats.certificate import own_certificate
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("actors", "bin", "messages", "runtime", "topologies")
 GENERATORS = "topologies/demo/*.py"  # they write the demo data, which is shipped itself
-OF_A_CHECKOUT = {"setup", "test"}  # these scripts of bin/ are no commands of the package
+KEPT = {"start-topology", "from-slime", "export-hf", "reward-worker"}  # names that hide no other program
 LIMIT_S = 300
 BASE_MB = 100  # of our packages and those that they need, without Python and pip
 CREDENTIAL = """
@@ -107,28 +108,31 @@ def test_the_wheel_has_every_tracked_file_of_its_packages(wheel: Path) -> None:
 
 def test_an_installed_command_trains_a_shipped_topology(commands: Path, tmp_path: Path) -> None:
     settings = ("--set", "train.num_steps=3", "--set", "engines.policy.router=sglang-router")
-    shown = call(commands / "start-topology", "laptop", *settings, cwd=tmp_path)
+    shown = call(commands / "physarum", "start", "laptop", *settings, cwd=tmp_path)
     assert "runs/laptop, dispatcher sglang-router (round_robin)\n" in shown
-    assert f"{commands / 'start-topology'} laptop" in shown, shown  # the command that starts it again
+    assert f"{commands / 'physarum'} start laptop" in shown, shown  # the command that starts it again
     run_dir = tmp_path / "runs" / "laptop"
     result = json.loads((run_dir / "result.json").read_text())["result"]
     topology = json.loads((run_dir / "topology.json").read_text())
     assert result["steps"] == 3
     assert result["groups"]["issued"] == result["groups"]["trained"] == 3 * 64
     assert topology["model"]["hf_checkpoint"].startswith(str(commands.parent))
-    assert "trained" in call(commands / "ledger", "laptop", cwd=tmp_path)  # exit code 0: the books close
-    call(commands / "export-hf", "laptop", "--out", "model", cwd=tmp_path)
+    assert "trained" in call(commands / "physarum", "ledger", "laptop", cwd=tmp_path)  # exit code 0: the books close
+    call(commands / "physarum", "export", "laptop", "--out", "model", cwd=tmp_path)
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_an_installed_command_finds_the_functions_of_a_shipped_example(commands: Path, tmp_path: Path) -> None:
-    assert "valid" in call(commands / "start-topology", "examples/own-reward", "--check", cwd=tmp_path)
+    assert "valid" in call(commands / "physarum", "check", "examples/own-reward", cwd=tmp_path)
 
 
 def test_every_installed_command_answers_help_with_its_name(commands: Path, tmp_path: Path) -> None:
-    for name in sorted(scripts() - OF_A_CHECKOUT):
+    for name in KEPT:
         assert call(commands / name, "--help", cwd=tmp_path).startswith(f"usage: {name} ")
-    call(commands / "describe-settings", cwd=tmp_path)
+    for verb in DOES:
+        assert call(commands / "physarum", verb, "--help", cwd=tmp_path).startswith(f"usage: physarum {verb} ")
+    assert not {path.name for path in commands.iterdir()} & (scripts() - KEPT - {"physarum"})
+    call(commands / "physarum", "describe-settings", cwd=tmp_path)
     assert (tmp_path / "docs" / "reference" / "settings.md").exists()
 
 
@@ -136,13 +140,15 @@ def test_the_base_package_is_small_and_has_a_reward_worker(base: Path, tmp_path:
     (packages,) = base.glob("lib/python3*/site-packages")
     size_mb = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file()) / 1e6
     assert size_mb < BASE_MB, {path.name: path.stat().st_size for path in packages.iterdir()}
-    command = base / "bin" / "reward-worker"
-    assert call(command, "--help", cwd=tmp_path).startswith("usage: reward-worker ")
+    command = base / "bin" / "physarum"
+    assert call(command, "reward-worker", "--help", cwd=tmp_path).startswith("usage: physarum reward-worker ")
     credential = tmp_path / "alice.toml"
     credential.touch(mode=0o600)
     credential.write_text(CREDENTIAL % json.dumps(own_certificate(tmp_path / "bus").pem()))
     (tmp_path / "mine.py").write_text("def grade(sample):\n    return 1.0\n")
-    with subprocess.Popen([command, credential, "mine.py:grade"], cwd=tmp_path, stderr=subprocess.PIPE) as worker:
+    with subprocess.Popen(
+        [command, "reward-worker", credential, "mine.py:grade"], cwd=tmp_path, stderr=subprocess.PIPE
+    ) as worker:
         assert worker.stderr is not None
         first = worker.stderr.readline().decode()  # the grader is loaded, and a connection was tried
         worker.terminate()
@@ -151,7 +157,7 @@ def test_the_base_package_is_small_and_has_a_reward_worker(base: Path, tmp_path:
 
 
 def test_a_start_names_the_missing_extra(base: Path, tmp_path: Path) -> None:
-    command = [base / "bin" / "start-topology", "laptop"]
+    command = [base / "bin" / "physarum", "start", "laptop"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.endswith(', not installed here: pip install "physarum[run]"\n'), done.stderr

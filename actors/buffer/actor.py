@@ -181,7 +181,7 @@ class BufferActor(Actor):
         self._store = PromptStore(bus)
         self._snapshots = SnapshotStore(bus)
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
-        self._recorder = Recorder(topology, bus)
+        self._recorder = Recorder(topology, bus, run_dir)
         self._eval_tasks: Iterator[Task] = iter(())  # of the running evaluation, not published yet
         self._folded = anyio.Event()  # set with the next folded event, and replaced
 
@@ -221,6 +221,7 @@ class BufferActor(Actor):
                 raise InputError(changed)
             for loaded in prompts.loaded:
                 await self._bus.publish(loaded)
+            await self._purge_payloads(prompts)  # the buffer before may have ended between a checkpoint and its purge
             task_status.started()
             async with self._bus.serve({SpillsRequested: self._spills, HaltRequested: self._halt}):
                 await self._publish_open_tasks(prompts)

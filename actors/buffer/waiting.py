@@ -60,7 +60,7 @@ def describe_wait(state: LedgerState, schedule: Schedule) -> str:
     waits = [_evaluation(state.evaluation)] if state.evaluation is not None else []
     untrained = [step for step, batch in state.batches.items() if not batch.trained]
     if untrained:
-        waits.append(f"batch {min(untrained)} to be trained")
+        waits.append(f"the batch of step {min(untrained) + 1} to be trained")
     if state.num_halting:
         waits.append(f"{count_of(state.num_halting, 'group')} of a round that was halted by hand to end")
     step = state.taken_back[0] if state.taken_back else state.round  # its payloads were lost: the batch is rebuilt
@@ -77,7 +77,9 @@ def _round(state: LedgerState, schedule: Schedule, step: int) -> str:
         return f"weights of step {least} (newest: v{state.version} of step {state.version_step})"
     sizes = {words: len(state.in_stage(stage)) for stage, words in STAGE_TEXTS.items()}
     counts = ", ".join(f"{size} {words}" for words, size in sizes.items() if size)
-    return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {step}: {counts or 'none issued'}"
+    return (
+        f"{count_of(schedule.rollout_batch_size, 'group')} for the batch of step {step + 1}: {counts or 'none issued'}"
+    )
 
 
 def _evaluation(running: Evaluation) -> str:

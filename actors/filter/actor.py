@@ -9,11 +9,11 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.filter.filters import (
+    FILTER_KEY,
     MAX_REASON_CHARS,
     GroupSummary,
     Verdict,
-    filter_process,
-    find_filter,
+    built_in_filter,
     keep_all,
     summary_of,
     trained_samples,
@@ -27,22 +27,27 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import BusError, PayloadLost
 from runtime.data.stored_prompts import fetch_prompt
-from runtime.process.actor import Actor
-from runtime.process.user_process import NotReady, UserFunctionError, UserProcess, UserProcessError
+from runtime.functions.child import NotReady, UserFunctionError, UserProcess, UserProcessError
+from runtime.functions.load import is_plugin
+from runtime.functions.table import FILTER
+from runtime.process.actor import Actor, InputError
+from runtime.process.first_calls import FirstCalls
 from runtime.process.user_tracebacks import UserTracebacks
-from runtime.settings.plugins import is_plugin
+from runtime.settings.derived import limits_of
 from runtime.settings.topology import Topology
 from runtime.util.formatting import duration
+from runtime.util.stacks import place_of, threads_in
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
 GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # summed over all filter actors
 MAX_CONCURRENT_VERDICTS = 64  # concurrency of built-in filters, so that publishes and acks of several groups overlap
-FILTER_TIMEOUT_S = 10.0
 MAX_CALLS = 2  # calls of a user's filter for one group, each of which ends its process, before the group fails
 AGAIN_S = 1.0  # redelivery delay of a group that could not be judged
 MAX_DELIVERIES = 5  # of a group, whose filter's process does not start
+
+FIRST_VERDICT_KEY = "filter.judged"  # exists once a verdict of this run came in time
 
 log = structlog.get_logger()
 
@@ -56,7 +61,7 @@ class FilterActor(Actor):
     reads = (GroupCompleted, PromptStored, SegmentsPublished)
     writes = (VerdictGiven, UserFunctionRaised)
 
-    def __init__(self, topology: Topology, bus: Bus, *, timeout_s: float = FILTER_TIMEOUT_S) -> None:
+    def __init__(self, topology: Topology, bus: Bus, *, timeout_s: float = FILTER.timeout_s) -> None:
         """Find the filter.
 
         Args:
@@ -70,14 +75,15 @@ class FilterActor(Actor):
         self._bus = bus
         self._timeout_s = timeout_s
         self._tracebacks = UserTracebacks(bus)
+        self._calls = FirstCalls(bus, FIRST_VERDICT_KEY, "calls of the filter")
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._fields = topology.rollout.filter_fields
         self._own: UserProcess | None = None  # of a user's filter
         if is_plugin(self._name):
-            self._own = filter_process(topology, self._name)
+            self._own = UserProcess(FILTER, FILTER_KEY, self._name, limits_of(topology.reward))
         else:
-            self._filter = find_filter(self._name)
+            self._filter = built_in_filter(self._name)
         self._num_tasks = MAX_CONCURRENT_VERDICTS if self._own is None else 1
         self._counts: Counter[Outcome] = Counter()
         self._judging: dict[int, float] = {}  # start time, by group
@@ -88,6 +94,7 @@ class FilterActor(Actor):
         Raises:
             ValueError: a user's filter cannot be used.
         """
+        await self._calls.begin()
         try:
             if self._own is not None:
                 await self._own.start()
@@ -153,7 +160,7 @@ class FilterActor(Actor):
         try:
             verdict = self._built_in(group) if self._own is None else await self._call(self._own, group)
         except TimeoutError:
-            return _failed(f"no verdict within {self._timeout_s:g} s")
+            return await self._late(group.group_id)
         except UserFunctionError as error:
             await self._tracebacks.publish("rollout.dynamic_filter", error.traceback)
             return _failed(str(error))
@@ -165,9 +172,27 @@ class FilterActor(Actor):
         except BusError as error:
             log.warning("filter_without_data", error=str(error))
             return None
+        if self._own is not None:
+            await self._calls.succeeded()
         if self._keeps_spares and verdict.outcome is Outcome.DROP:
             return Verdict(outcome=Outcome.SPARE, reason=verdict.reason)
         return verdict
+
+    async def _late(self, group_id: int) -> Verdict:
+        """Fail a group whose verdict took too long.
+
+        Raises:
+            InputError: so did the first calls of this run; shows where the function stood.
+        """
+        reason = f"no verdict within {self._timeout_s:g} s"
+        stack = "" if self._own is None else self._own.stopped_at
+        await self._tracebacks.publish("rollout.dynamic_filter", stack, took_too_long=True)
+        if why := await self._calls.failed(group_id):
+            frames = threads_in(f"Thread 0x1 {stack}").get(1, [])
+            own = next((frame for frame in frames if not (frame.is_ours or frame.is_installed)), None)
+            place = "" if own is None else f" ({place_of(own)})"
+            raise InputError(f"{why}; {self._name}: {reason}{place}. Correct it; the same command then resumes the run")
+        return _failed(reason)
 
     def _built_in(self, group: GroupCompleted) -> Verdict:
         if self._filter is keep_all:
@@ -189,8 +214,7 @@ class FilterActor(Actor):
         while True:
             await own.start()  # again, if an earlier call has cost its process; not a part of the time limit
             try:
-                with anyio.fail_after(self._timeout_s):
-                    return msgspec.msgpack.decode(await own.call(payload), type=Verdict)
+                return msgspec.msgpack.decode(await own.call(payload, timeout_s=self._timeout_s), type=Verdict)
             except UserProcessError as error:  # the kernel may have chosen it when memory was short
                 calls += 1
                 if calls == MAX_CALLS:

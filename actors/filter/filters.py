@@ -3,8 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_args
 
@@ -17,10 +15,9 @@ from messages import SampleStatus, SampleSummary, Segment
 from messages.events import GroupCompleted, Outcome
 from messages.plain import clipped
 from runtime.data.dumps import DumpedGroup
-from runtime.process.user_process import UserLimits, UserProcess
-from runtime.settings.plugins import OWN, dotted_hint, is_plugin, load_plugin
+from runtime.functions.load import find, find_built_in, load
+from runtime.functions.table import FILTER
 from runtime.settings.tables.rollout import FilterField
-from runtime.settings.topology import Topology
 
 FILTER_KEY = "rollout.dynamic_filter"
 MAX_REASON_CHARS = 500
@@ -190,37 +187,18 @@ def verdict_of(answer: Any, name: str) -> Verdict:
 BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keep_all, "nonzero_std": nonzero_std})
 
 
-def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
-    """Find a filter by name, built-in or plug-in; None means "none", which keeps every group.
-
-    Raises:
-        ValueError: no filter has this name; PluginError if a user's function cannot be used.
-    """
-    if name is not None and is_plugin(name):
-        plugin = load_plugin(FILTER_KEY, name, parameters=("group",), base_dirs=base_dirs, allow_async=True)
-        return plugin.function
-    found = BUILT_IN_FILTERS.get(name or "none")
-    if found is None:
-        close = get_close_matches(str(name), BUILT_IN_FILTERS, n=1)
-        hint = dotted_hint(str(name)) or (f"did you mean {close[0]!r}?" if close else "")
-        names = ", ".join(BUILT_IN_FILTERS)
-        raise ValueError(f"no filter {name!r}: {hint}{' ' if hint else ''}allowed: {names}, or {OWN}")
-    return found
+def built_in_filter(name: str) -> Filter:
+    """Find a built-in filter. Raises ValueError: no filter has this name."""
+    return find_built_in("filter", name, BUILT_IN_FILTERS)
 
 
-def filter_process(topology: Topology, name: str) -> UserProcess:
-    """The process of a user's filter."""
-    limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
-    return UserProcess(f"{answering.__module__}:{answering.__name__}", name, limits)
-
-
-def answering(name: str) -> Callable[[bytes], bytes]:
+def answering(key: str, name: str) -> Callable[[bytes], bytes]:
     """Return a user's filter as its process calls it: from a packed GroupSummary to a packed Verdict.
 
     Raises:
         PluginError: the filter cannot be used.
     """
-    judge, decoder = find_filter(name, (Path.cwd(),)), msgspec.msgpack.Decoder(GroupSummary)
+    judge, decoder = load(FILTER, key, name).function, msgspec.msgpack.Decoder(GroupSummary)
 
     def answer(payload: bytes) -> bytes:
         verdict = judge(decoder.decode(payload))
@@ -249,7 +227,7 @@ class ReplayedFilter:
     def __init__(self, name: str | None) -> None:
         """Raises ValueError for an unknown filter, PluginError if a user's filter cannot be used."""
         self.name = name or "none"
-        self._filter: Filter = find_filter(name)
+        self._filter: Filter = find(FILTER, FILTER_KEY, self.name)
 
     def judge(self, group: GroupCompleted, contents: DumpedGroup | None = None) -> Verdict:
         """Judge a group, with all fields that its dump has; a filter that raises gives a failed verdict."""

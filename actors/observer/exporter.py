@@ -19,15 +19,16 @@ import psutil
 from aiohttp import web
 from anyio.lowlevel import checkpoint
 
+from actors.observer.connections import served as served_at
+from actors.observer.exposition import COUNTER, GAUGE, OPENMETRICS, TEXT, Family, Labels, families_of, rendered
+from actors.observer.observed import Observed
+from actors.observer.observing import observing
 from actors.observer.page import observed_of
 from runtime.bus.addresses import NODE_VARIABLE, split_host_port
 from runtime.bus.errors import BusError
 from runtime.node.external_clients import ClientsUnreadable
-from runtime.node.observing import observing
 from runtime.node.reopen import FoundRun, NoLog, find_run
 from runtime.process.main import spare_the_collector
-from runtime.report.exposition import COUNTER, GAUGE, OPENMETRICS, TEXT, Family, Labels, families_of, rendered
-from runtime.report.observed import Observed
 from runtime.settings.placement import is_loopback
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_OK
@@ -169,21 +170,15 @@ async def served(exporter: Exporter, host: str, port: int) -> AsyncGenerator[int
     Raises:
         OSError: the port is taken, or the address is not of this machine.
     """
-    runner = web.AppRunner(exporter.application(), access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        yield runner.addresses[0][1]
-    finally:
-        with anyio.CancelScope(shield=True):
-            await runner.cleanup()
+    async with served_at(exporter.application(), host, port) as got:
+        yield got
 
 
 async def _run(address: str, *, with_log: bool) -> None:
     host, port = split_host_port(address)
     name, node = os.environ[RUN_VARIABLE], os.environ[NODE_VARIABLE]
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
-    run = find_run(str(run_dir)) if with_log else None
+    run = find_run(str(run_dir), trust=True) if with_log else None
     observed = None if run is None else observed_of(run)[0]
     exporter = Exporter(name, node, run_dir, observed)
     async with served(exporter, host, port) as got, anyio.create_task_group() as tasks:

@@ -21,12 +21,14 @@ from typing import Any, Final, NamedTuple, Protocol
 import anyio
 from anyio import to_thread
 
+from actors.observer.following import followed
+from actors.observer.traces import OtlpSpan, traced
 from runtime.bus.errors import BusError
 from runtime.node.claims.run_id import RunMismatch, id_in
 from runtime.node.external_clients import ClientsUnreadable
-from runtime.node.following import followed
 from runtime.node.reopen import FoundRun, NoLog, find_run
-from runtime.report.group_spans import GroupSpans, OtlpSpan
+from runtime.report.fold.account import Account
+from runtime.report.fold.spans import Span
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.files import write_atomically
@@ -234,22 +236,23 @@ def _nanoseconds(time: float) -> int:
 
 async def follow(run: FoundRun, queue: Queue) -> None:
     """Fold the events of a run into spans, and add those that are not sent yet. Never returns."""
-    spans, next_seq = GroupSpans(), 1
+    account, next_seq = Account(reads_facts=True), 1
     while True:
         try:
             async with followed(run, from_seq=next_seq) as events:
                 async for received in events:
-                    ended = spans.apply(received.message, received.unix_time)
+                    ended: list[Span] = []
+                    account.apply(received.message, received.unix_time, ended)
                     next_seq = received.seq + 1
                     if ended and received.seq >= queue.first_seq:
-                        await queue.add(ended, received.seq)
+                        await queue.add([span for span in map(traced, ended) if span is not None], received.seq)
         except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
             log.warning("the log cannot be read: %s", flatten(errors)[0])
         await anyio.sleep(READ_AGAIN_S)
 
 
 async def _run(endpoint: str, stop_timeout_s: float) -> None:
-    run = find_run(os.environ[RUN_DIR_VARIABLE])
+    run = find_run(os.environ[RUN_DIR_VARIABLE], trust=True)
     try:
         known = id_in(run.directory)
     except RunMismatch:

@@ -1,35 +1,44 @@
-"""The page of a run: static files and server-sent events, on a loopback address, for holders of its token."""
+"""The page of a run: static files and server-sent events, on a loopback address. The events need its secret."""
 
 import asyncio
 import base64
 import hashlib
-import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import anyio
 import msgspec
 from aiohttp import web
 
-from actors.observer.samples import TOKENIZER_FILE, Samples, add_routes
-from actors.observer.stored_samples import StoredSamples
-from runtime.bus.addresses import host_port
+from actors.observer.access import Access, Address, is_foreign
+from actors.observer.connections import Handler, trust
+from actors.observer.connections import served as served_at
+from actors.observer.health import health_of
+from actors.observer.observed import Observed
+from actors.observer.observing import observing
+from actors.observer.samples import Samples, add_routes
+from actors.observer.terminal_lines import reading_line
 from runtime.bus.errors import BusError
+from runtime.data.dump_files import NEWEST
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.node.external_clients import ClientsUnreadable
-from runtime.node.observing import observing
 from runtime.node.reopen import FoundRun, NoLog
-from runtime.report.observed import Observed
-from runtime.settings.placement import is_loopback
+from runtime.settings.reading.foreign import harmless_part
+from runtime.settings.reading.schema import stored_tables
+from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
+from runtime.util.import_path import command_name
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {  # what is served, and as what; nothing else is
     "index.html": "text/html",
     "samples.js": "text/javascript",
     "app.js": "text/javascript",
+    "access.js": "text/javascript",
+    "health.js": "text/javascript",
     "advice.js": "text/javascript",
     "timeline.js": "text/javascript",
     "app.css": "text/css",
@@ -38,6 +47,8 @@ FILES: Final = {  # what is served, and as what; nothing else is
 }
 SCRIPTS: Final = (
     "uPlot.iife.min.js",
+    "access.js",
+    "health.js",
     "advice.js",
     "timeline.js",
     "samples.js",
@@ -51,49 +62,19 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-DIGEST_CHARS: Final = 16  # of the token, in the name of its cookie
 UPDATE_EVERY_S: Final = 1.0  # at most; a page gets what changed meanwhile together
-PING_EVERY_S: Final = 15.0  # without a change, so that a lost page is noticed
+PING_EVERY: Final = 15  # updates without a change, so that a lost page is noticed
 SEND_TIMEOUT_S: Final = 30.0  # a page that takes nothing for so long is dropped; it connects again by itself
 LATE_STEPS: Final = 8  # newest steps whose times a late checkpoint may change
+LAST_S: Final = 3.0  # for the last events of a run that ends, and for pages to take them
 MAX_STREAMS: Final = 16  # pages open at once
 MAX_DIGITS: Final = 9  # of a number in a query
 REPORT_STEPS: Final = 20  # newest steps whose timeline is in a report
 AGAIN_S: Final = 2.0  # after a log that cannot be read
 LOOK_EVERY_S: Final = 1.0  # whether a run that ended was started again
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Address(NamedTuple):
-    """Where a page is served."""
-
-    host: str
-    port: int  # 0: any free one
-
-    @classmethod
-    def of(cls, text: str) -> "Address":
-        """Read `host:port`.
-
-        Raises:
-            ValueError: it is not such an address, or other machines could reach it.
-        """
-        host, colon, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{text!r} is not an address: write host:port, such as 127.0.0.1:0 (any free port)")
-        if not is_loopback(host):
-            raise ValueError(
-                f"{text!r}: the page has no TLS, so it is served on this machine alone, such as on 127.0.0.1:0; from "
-                "another machine reach it with ssh -L"
-            )
-        return cls(host, int(port))
-
-    def url(self, port: int) -> str:
-        """Return the URL of a page at this address that got a port."""
-        return f"http://{host_port(self.host, port)}"
 
 
 class Page:
@@ -101,34 +82,43 @@ class Page:
 
     Args:
         observed: the run.
-        token: of its URL.
+        secret: returns the one in its URL.
         settings: of the run by key.
-        stored: samples that the run's server still stores; None: the page must not show them.
+        dumps: directory of the run's dumps, whose samples it shows; None: there are none.
         versions: returns those of what the run uses, as its nodes have recorded them by then.
     """
 
     def __init__(
         self,
         observed: Observed,
-        token: str,
+        secret: Callable[[], str],
         settings: Mapping[str, str] | None = None,
-        stored: StoredSamples | None = None,
+        dumps: Path | None = None,
         versions: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._observed = observed
         self._settings = settings or {}
         self._versions = versions
-        self._token = token
-        digest = hashlib.sha256(token.encode()).hexdigest()
-        self.cookie = f"physarum-{digest[:DIGEST_CHARS]}"  # pages of other runs on this machine get it too
+        self._access = Access(secret)
         self._changed = asyncio.Event()
         self._num_streams = 0
+        self._is_closing = False
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
         self._files = {name: (STATIC / name).read_bytes() for name in FILES}
-        model = _text_of(self._settings, "model.hf_checkpoint")
-        tokenizer = None if model is None else Path(model) / TOKENIZER_FILE
-        self._samples = Samples(dump_directory(self._settings), stored, tokenizer)
+        self._samples = Samples(dumps)
         self.live = False
         self.problem = ""  # why the log cannot be read
+        self.share_read: float | None = None
+
+    async def close(self) -> None:
+        """Send how the run ended to all open pages, which do not take the end of their connection for it."""
+        with anyio.move_on_after(LAST_S):
+            while self._num_streams and self.live and not self._observed.ended:
+                await self._changed.wait()
+            self._is_closing = True
+            self.changed()
+            await self._all_closed.wait()
 
     def changed(self) -> None:
         """Have all pages updated."""
@@ -140,6 +130,7 @@ class Page:
         application = web.Application(middlewares=[self._guard])
         application.router.add_get("/", self._index)
         application.router.add_get("/static/{name}", self._file)
+        application.router.add_post("/ticket", self._ticket)
         application.router.add_get("/events", self._events)
         application.router.add_get("/timeline", self._timeline)
         add_routes(application, self._samples, _responded)
@@ -147,22 +138,18 @@ class Page:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse foreign hosts, which a foreign page may have pointed here, and requests without the token."""
-        if not is_loopback(_host_of(request.host)):
+        """Refuse foreign hosts, and requests without the secret for what is of the run."""
+        if is_foreign(request):
             return _refused(403, "This page is served to localhost and loopback addresses alone.")
-        given = request.query.get("token")
-        if request.path == "/" and given is not None:
-            if not self._is_token(given):
-                return _refused(403, "This is not the token of this page: open the URL that the command printed.")
-            response = web.Response(status=303, headers={**HEADERS, "Location": "/"})
-            response.set_cookie(self.cookie, self._token, httponly=True, samesite="Strict", path="/")
-            return response
-        if not self._is_token(request.cookies.get(self.cookie, "")):
-            return _refused(401, "Open the URL that the command printed: it has the token of this page.")
+        if self._access.allows(request):
+            trust(request)
+        elif request.path != "/" and not request.path.startswith("/static/"):
+            command = command_name("watch")
+            return _refused(401, f"Open the URL of this page, which has its secret: {command} RUN --url prints it.")
         return await handler(request)
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    async def _ticket(self, _: web.Request) -> web.StreamResponse:
+        return _responded(200, self._access.ticket().encode(), "text/plain")
 
     async def _index(self, _: web.Request) -> web.StreamResponse:
         return self._content("index.html")
@@ -187,33 +174,59 @@ class Page:
         if self._num_streams >= MAX_STREAMS:
             return _refused(503, f"{MAX_STREAMS} pages are open: close one.")
         self._num_streams += 1
+        self._all_closed.clear()
         try:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
             await response.prepare(request)
             since = from_step = 0
-            while True:
+            secret = self._access.secret()
+            while self._access.secret() == secret:
                 changed = self._changed
                 content = msgspec.json.encode(self._state(since, from_step))
                 since, from_step = self._observed.seq, max(0, self._observed.steps - LATE_STEPS)
                 await _send(response, b"data: " + content + b"\n\n")
+                if self._is_closing:
+                    return response
                 await asyncio.sleep(UPDATE_EVERY_S)
-                while not changed.is_set():
-                    with anyio.move_on_after(PING_EVERY_S):
+                for num_looks in itertools.count(1):
+                    with anyio.move_on_after(UPDATE_EVERY_S):
                         await changed.wait()
-                    if not changed.is_set():
+                    if request.transport is None or request.transport.is_closing():
+                        raise ConnectionResetError  # a page that is closed counts no longer than this
+                    if changed.is_set() or self._access.secret() != secret:
+                        break
+                    if num_looks % PING_EVERY == 0:
                         await _send(response, b": still here\n\n")
+            return response  # its client has a secret that was renewed
         except (ConnectionResetError, TimeoutError):
             return web.Response(status=499)  # the page was closed
         finally:
             self._num_streams -= 1
+            if not self._num_streams:
+                self._all_closed.set()
 
     def _state(self, since: int, from_step: int) -> Mapping[str, Any]:
-        shown = _state_of(self._observed, since=since, from_step=from_step, live=self.live)
+        shown = _state_of(
+            self._observed,
+            since=since,
+            from_step=from_step,
+            live=self.live,
+            problem=self.problem,
+            share_read=self.share_read,
+        )
         fixed = {"settings": self._settings, "versions": self._versions()} if since == 0 else {}
-        return shown | {"problem": self.problem, **fixed}
+        return shown | {"closing": self._is_closing, **fixed}
 
 
-def _state_of(observed: Observed, *, since: int = 0, from_step: int = 0, live: bool) -> dict[str, Any]:
+def _state_of(
+    observed: Observed,
+    *,
+    since: int = 0,
+    from_step: int = 0,
+    live: bool,
+    problem: str = "",
+    share_read: float | None = None,
+) -> dict[str, Any]:
     """Return what a page shows and what may change.
 
     Args:
@@ -221,11 +234,16 @@ def _state_of(observed: Observed, *, since: int = 0, from_step: int = 0, live: b
         since: log sequence up to which the page has the rows; 0: it has nothing.
         from_step: first step whose times the page lacks.
         live: whether the run goes on.
+        problem: why the log cannot be read.
+        share_read: of the log; None: all.
     """
     return {
         "whole": since == 0,
         "live": live,
-        "problem": "",
+        "problem": problem,
+        "share_read": share_read,
+        "closing": False,
+        "health": health_of(observed, live=live, problem=problem, share_read=share_read),
         "now": observed.now(),
         "ledger": observed.ledger(),
         "times": observed.times(from_step),
@@ -238,6 +256,7 @@ def report_page(
     observed: Observed,
     settings: Mapping[str, str],
     versions: Mapping[str, str],
+    dumps: Path | None = None,
     *,
     live: bool,
     other: tuple[Observed, Mapping[str, str], Mapping[str, str]] | None = None,
@@ -248,6 +267,7 @@ def report_page(
         observed: the run.
         settings: of the run.
         versions: of what the run uses, as its nodes recorded them.
+        dumps: directory of the run's dumps; None: there are none.
         live: whether the run goes on.
         other: another run to compare with, its settings and its versions.
 
@@ -257,7 +277,7 @@ def report_page(
     scripts, styles = SCRIPTS, ("uPlot.min.css", "app.css")
     shown = _state_of(observed, live=live) | {"settings": settings, "versions": versions}
     shown["timeline"] = observed.timeline.window(0, REPORT_STEPS)
-    shown["samples"] = Samples(dump_directory(settings)).report()
+    shown["samples"] = Samples(dumps).report()
     if other is not None:
         run, its_settings, its_versions = other
         shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times()}
@@ -286,10 +306,10 @@ def _digest(text: str) -> str:
 
 
 def observed_of(run: FoundRun) -> tuple[Observed, dict[str, str]]:
-    """Return an empty fold for a run, and its settings by key."""
+    """Return an empty fold for a run, and its settings by key: those that are harmless, if it may be a stranger's."""
     path = run.directory / TOPOLOGY_FILE
-    stored: Any = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-    settings = dict(_flat(stored))
+    stored = stored_tables(path.read_bytes(), Topology) if path.exists() else {}
+    settings = dict(_flat(harmless_part(stored, Topology)[0] if run.foreign else stored))
     num_steps = settings.get("train.num_steps", "")
     return Observed(run.name, int(num_steps) if num_steps.isdigit() else 0), settings
 
@@ -305,30 +325,12 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, msgspec.json.encode(value).decode()
 
 
-def dump_directory(settings: Mapping[str, str]) -> Path | None:
-    """Return the directory of a run's dumps; None if it writes none."""
-    directory = _text_of(settings, "run.dump_details")
-    return None if directory is None else Path(directory)
-
-
-def stored_samples(run: FoundRun, settings: Mapping[str, str]) -> StoredSamples | None:
-    """Return what reads the samples that a run's server still stores.
-
-    None: the run has dumps, or its settings do not allow it.
-    """
-    is_wanted = settings.get("observe.samples") == "true" and dump_directory(settings) is None
-    return StoredSamples(run) if is_wanted else None
-
-
-def _text_of(settings: Mapping[str, str], key: str) -> str | None:
-    stored: Any = msgspec.json.decode(settings.get(key, "null"))
-    return stored if isinstance(stored, str) else None
-
-
-def _host_of(header: str) -> str:
-    """Return the host of a Host header, without its port."""
-    host, colon, port = header.rpartition(":")
-    return host if colon and port.isdigit() else header
+def dump_directory(run: FoundRun, settings: Mapping[str, str]) -> Path | None:
+    """Return the directory of a run's dumps, of all steps or of the newest ones; None if it writes none."""
+    directory: Any = msgspec.json.decode(settings.get("run.dump_details", "null"))
+    if isinstance(directory, str):
+        return Path(directory)
+    return run.directory / NEWEST if settings.get("observe.samples") == "true" else None
 
 
 async def _send(response: web.StreamResponse, content: bytes) -> None:
@@ -351,15 +353,8 @@ async def served(page: Page, address: Address) -> AsyncGenerator[int, None]:
     Raises:
         OSError: the port is taken.
     """
-    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, address.host, address.port)
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        with anyio.CancelScope(shield=True):
-            await runner.cleanup()
+    async with served_at(page.application(), address.host, address.port) as port:
+        yield port
 
 
 class Shown(Protocol):
@@ -367,6 +362,7 @@ class Shown(Protocol):
 
     live: bool
     problem: str  # why the log cannot be read
+    share_read: float | None  # of the log; None: what it shows is the present
 
     def changed(self) -> None:
         """Have it drawn again."""
@@ -378,7 +374,6 @@ async def follow(
     page: Shown,
     progress: Callable[[str], None],
     note: Callable[[str], None],
-    stored: StoredSamples | None = None,
 ) -> None:
     """Fold the events of a run into what the page shows, and go on when the run is started again. Never returns.
 
@@ -388,19 +383,16 @@ async def follow(
         page: told of every change.
         progress: called with what was read so far, or why the log cannot be read.
         note: called with a line per snapshot that cannot be used or written.
-        stored: gets the events too.
     """
     while True:
         started = _start_of(run)
-        page.problem = ""
+        page.problem, page.share_read = "", 0.0
         try:
-            await _follow_once(run, observed, page, progress, note, stored)
+            await _follow_once(run, observed, page, progress, note)
         except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
             page.problem = str(flatten(errors)[0])
             progress(page.problem)
-        page.live = False
-        if stored is not None:
-            stored.live = False
+        page.live, page.share_read = False, None
         page.changed()
         if page.problem:
             await asyncio.sleep(AGAIN_S)
@@ -415,17 +407,13 @@ async def _follow_once(
     page: Shown,
     progress: Callable[[str], None],
     note: Callable[[str], None],
-    stored: StoredSamples | None,
 ) -> None:
     async with observing(run, observed, note=note) as folding:
-        async for batch in folding.batches():
-            if stored is not None:
-                stored.live = folding.events.live
-                for received in batch:
-                    stored.take(received.message, received.seq)
-            page.live = folding.events.live
+        async for _ in folding.batches():
+            page.live, page.share_read = folding.events.live, folding.share_read
             page.changed()
-            progress(f"{observed.num_events:,} events read, step {observed.steps}")
+            read = f"{observed.num_events:,} events read, step {observed.steps}"
+            progress(read if page.share_read is None else f"{reading_line(page.share_read)}: {read}")
             await asyncio.sleep(0)  # requests get their turn between two batches of a long history
 
 
@@ -435,8 +423,3 @@ def _start_of(run: FoundRun) -> int:
         return (run.directory / BUS_FILE).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def new_token() -> str:
-    """Return a random token for one page."""
-    return secrets.token_urlsafe(24)

@@ -1,8 +1,7 @@
 """What the page shows of samples: groups, the samples of one, and the tokens of a sample."""
 
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -11,27 +10,27 @@ import anyio
 import msgspec
 from aiohttp import web
 from anyio import to_thread
-from tokenizers import Tokenizer
 
+from actors.observer.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort
 from actors.observer.shown_samples import (
     MAX_TOKENS,
     Decode,
+    extremes,
     group_shown,
     spelled_label,
     tokens_shown,
     worst_and_best_first,
 )
-from actors.observer.stored_samples import StoredSamples
 from runtime.data.dump_files import TOKENIZER, DumpError
 from runtime.data.dumps import DumpedSample
-from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, SamplesGone, SampleSource, Sort
+from runtime.models.directory import ModelError, open_tokenizer
 from runtime.util.formatting import count_of
 
 READ_S: Final = 1.0  # of new dump files, before a page gets what is known so far
 SEARCH_S: Final = 1.0  # of a search, before the page has to ask for the rest
 WAIT_S: Final = 30.0  # for the requests before this one
 MAX_LISTED: Final = 50  # groups in one answer
-LISTED_CHARS: Final = 160  # of the prompt and the label of each
+LISTED_CHARS: Final = 160  # of the prompt, the label and two responses of each
 LISTED_SAMPLES: Final = 64  # rewards of each
 MAX_QUERY_CHARS: Final = 1_000
 REPORT_STEPS: Final = 20  # newest ones, of which a report has some groups
@@ -40,12 +39,15 @@ REPORT_BYTES: Final = 2_000_000  # of all of them
 REPORT_CHARS: Final = 40_000  # of the texts of each
 REPORT_TOKENS: Final = 1_000  # of the worst sample of each, and of the best one
 NO_DUMPS: Final = (
-    "The run writes no dumps: run.dump_details = DIRECTORY turns them on. With observe.samples = true the page shows "
-    "what the server of a run that goes on still stores."
+    "The run keeps no samples: observe.samples = true keeps those of the newest steps, run.dump_details = DIRECTORY "
+    "those of all."
+)
+NO_TRAINED: Final = (
+    "The dumps have nothing of the trainer about this sample: run.dump_details with observe.tokens = true adds it, "
+    "once the sample's step is trained."
 )
 SHOWN_PROBLEMS: Final = 10
 MAX_DIGITS: Final = 15  # of a number in a query
-TOKENIZER_FILE: Final = "tokenizer.json"
 _NUMBER: Final = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 
 
@@ -61,7 +63,7 @@ class NotFound(LookupError):
         self.again = again
 
 
-Read = Callable[[SampleSource, Mapping[str, str]], dict[str, Any]]
+Read = Callable[[SampleIndex, Mapping[str, str]], dict[str, Any]]
 
 
 class Respond(Protocol):
@@ -74,16 +76,11 @@ class Samples:
     """Reads what the page shows of samples. One request after the other.
 
     Args:
-        directory: `run.dump_details` of the run; None: it has no dumps.
-        stored: what its server still stores, which is shown if there are no dumps; None: it must not be read.
-        tokenizer: file of the model's tokenizer, for samples that are in no dump.
+        directory: of the run's dumps; None: it has no dumps.
     """
 
-    def __init__(
-        self, directory: Path | None, stored: StoredSamples | None = None, tokenizer: Path | None = None
-    ) -> None:
-        self.index = stored if directory is None else SampleIndex(directory)
-        self._tokenizer = tokenizer if directory is None else directory / TOKENIZER / TOKENIZER_FILE
+    def __init__(self, directory: Path | None) -> None:
+        self.index = None if directory is None else SampleIndex(directory)
         self._turn = anyio.Lock()
 
     async def answer(self, read: Read, query: Mapping[str, str]) -> dict[str, Any]:
@@ -91,7 +88,7 @@ class Samples:
 
         Raises:
             BadQuery: a parameter is not allowed.
-            NotFound, SamplesGone: there is no such group or sample.
+            NotFound: there is no such group or sample.
             DumpError: it cannot be read.
             TimeoutError: the requests before this one take too long.
         """
@@ -100,18 +97,16 @@ class Samples:
         with anyio.fail_after(WAIT_S):
             await self._turn.acquire()
         try:
-            async with _opened(self.index):
-                return await to_thread.run_sync(read, self.index, query, abandon_on_cancel=True)
+            return await to_thread.run_sync(read, self.index, query, abandon_on_cancel=True)
         finally:
             self._turn.release()
 
     @cached_property
     def _decode(self) -> Decode | None:
         """What makes text of tokens; None: there is no file for it, or it cannot be read."""
-        path = self._tokenizer
-        return _decoder_of(path) if path is not None and path.is_file() else None
+        return None if self.index is None else _decoder_of(self.index.directory / TOKENIZER)
 
-    def listed(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
+    def listed(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
         """Return some groups: search, sort, order, step, offset, limit."""
         sort = _choice(query, "sort", SORTS)
         order = _choice(query, "order", ("descending", "ascending"))
@@ -145,13 +140,15 @@ class Samples:
             "groups": [self._listed_group(index, group) for group in found.groups],
         }
 
-    def _listed_group(self, index: SampleSource, group: IndexedGroup) -> dict[str, Any]:
+    def _listed_group(self, index: SampleIndex, group: IndexedGroup) -> dict[str, Any]:
+        places = extremes(group.rewards)
         try:
-            prompt, label = index.prompt(group)
+            prompt, label, responses = index.texts(group, places)
             label = spelled_label(label)
-        except (DumpError, SamplesGone) as error:
-            prompt, label = f"({error})", ""
+        except DumpError as error:
+            prompt, label, responses = f"({error})", "", []
         return {
+            "responses": [response[:LISTED_CHARS] for response in responses],
             "step": group.step,
             "group": group.group_id,
             "attempt": group.attempt,
@@ -168,28 +165,28 @@ class Samples:
             "label": label[:LISTED_CHARS],
         }
 
-    def _found(self, index: SampleSource, query: Mapping[str, str]) -> IndexedGroup:
+    def _found(self, index: SampleIndex, query: Mapping[str, str]) -> IndexedGroup:
         """Return the group of a request; read more of the dumps if it is not known yet."""
         number = _number(query, "group")
         step = _number(query, "step") if "step" in query else None
         group = index.group(number, step)
-        if group is None:
+        if group is None or index.lost(group):
             index.advance(READ_S)
             group = index.group(number, step)
         if group is None:
-            where = "" if step is None else f" {index.preposition} {index.place(step)}"
+            where = "" if step is None else f" in the {index.place(step)}"
             if index.num_unread:
                 left = count_of(index.num_unread, "step")
                 raise NotFound(f"Group {number} is looked for{where}: {left} left to read.", again=True)
-            raise NotFound(f"{index.no_such} group {number}{where}.")
+            raise NotFound(f"The dumps have no group {number}{where}.")
         return group
 
-    def group(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
+    def group(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples of one group: group, step."""
         group = self._found(index, query)
         return {**group_shown(group, index.samples(group)), "place": index.place(group.step)}
 
-    def tokens(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
+    def tokens(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
         """Return tokens of one sample: group, step, place, from."""
         group, place, begin = self._found(index, query), _number(query, "place"), _number(query, "from", 0)
         if place >= len(group.rewards):
@@ -197,7 +194,7 @@ class Samples:
         return self._tokens_of(index, group, place, index.samples(group)[place], begin, MAX_TOKENS)
 
     def _tokens_of(
-        self, index: SampleSource, group: IndexedGroup, place: int, sample: DumpedSample, begin: int, max_tokens: int
+        self, index: SampleIndex, group: IndexedGroup, place: int, sample: DumpedSample, begin: int, max_tokens: int
     ) -> dict[str, Any]:
         """Return tokens of a sample. A bad file of the trainer costs what the trainer added, and is named."""
         segments, trained, problem = index.tokens(group, place, sample), None, ""
@@ -206,7 +203,7 @@ class Samples:
         except DumpError as error:
             problem = str(error)
         shown = tokens_shown(segments, self._decode, begin, trained, max_tokens)
-        return {**shown, "trained_problem": problem, "untrained": index.no_trained}
+        return {**shown, "trained_problem": problem, "untrained": NO_TRAINED}
 
     def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
         """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
@@ -215,7 +212,7 @@ class Samples:
             max_bytes: of all of them.
         """
         found: dict[str, Any] = {"listed": {"problem": NO_DUMPS}, "groups": [], "tokens": {}}
-        if not isinstance(self.index, SampleIndex):
+        if self.index is None:
             return found
         index, num_bytes = self.index, 0
         try:
@@ -229,7 +226,7 @@ class Samples:
         for group in groups:
             try:
                 shown, tokens = self._reported(index, group)
-            except (DumpError, SamplesGone):
+            except DumpError:
                 continue  # replaced meanwhile, or damaged: a report does without it
             num_bytes += len(msgspec.json.encode((shown, tokens)))
             if num_bytes > max_bytes:
@@ -247,7 +244,7 @@ class Samples:
         }
         return found
 
-    def _reported(self, index: SampleSource, group: IndexedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _reported(self, index: SampleIndex, group: IndexedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a report has of a group: its texts, and tokens of its worst and its best sample by their key."""
         samples = index.samples(group)
         shown, tokens = group_shown(group, samples, REPORT_CHARS), dict[str, Any]()
@@ -258,10 +255,10 @@ class Samples:
         return shown, tokens
 
 
-def _decoder_of(path: Path) -> Decode | None:
+def _decoder_of(directory: Path) -> Decode | None:
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # noqa: BLE001 - the package raises plain Exception for a file that it cannot read
+        tokenizer = open_tokenizer(directory)
+    except ModelError:
         return None
 
     def decode(ids: Sequence[int]) -> str:
@@ -270,29 +267,13 @@ def _decoder_of(path: Path) -> Decode | None:
     return decode
 
 
-@asynccontextmanager
-async def _opened(index: SampleSource) -> AsyncGenerator[None, None]:
-    """Connect to the run's server for a request that needs it."""
-    if isinstance(index, StoredSamples):
-        async with index.opened():
-            yield
-    else:
-        yield
-
-
-def _about(index: SampleSource) -> dict[str, Any]:
+def _about(index: SampleIndex) -> dict[str, Any]:
     """Return where the samples come from, and which steps cannot be read."""
     problems = list(index.problems.values())
-    if isinstance(index, SampleIndex):
-        source = f"in {index.directory}"
-    else:
-        source = "that the run's server still stores, read with an auditor credential; the step of a group is its round"
-        if isinstance(index, StoredSamples) and index.since > 1:
-            source += f"; those before event {index.since} are not known to this page"
-    return {"source": source, "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
+    return {"source": f"in {index.directory}", "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
 
 
-def _chosen(index: SampleSource) -> list[IndexedGroup]:
+def _chosen(index: SampleIndex) -> list[IndexedGroup]:
     """Return the groups of a report, each once, newest step first."""
     wanted: tuple[tuple[Sort, bool], ...] = ("reward", False), ("reward", True), ("spread", True)
     found = [
@@ -332,8 +313,6 @@ def add_routes(application: web.Application, samples: Samples, respond: Respond)
                 status, shown = 400, {"problem": str(error)}
             except NotFound as error:
                 status, shown = 200, {"problem": str(error), "again": error.again}  # browsers log a 404 as an error
-            except SamplesGone as error:
-                status, shown = 200, {"problem": str(error)}
             except DumpError as error:
                 status, shown = 409, {"problem": str(error)}
             except TimeoutError:

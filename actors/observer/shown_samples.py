@@ -5,9 +5,9 @@ from typing import Any, Final
 
 import msgspec
 
+from actors.observer.sample_index import IndexedGroup, outcome_of
 from messages import Segment
 from runtime.data.dumps import DumpedSample
-from runtime.data.sample_index import IndexedGroup, outcome_of
 from runtime.data.trained_tokens import TrainedSample
 
 MAX_SAMPLES: Final = 256  # of one group in one answer
@@ -81,6 +81,13 @@ def worst_and_best_first(rewards: Sequence[float | None]) -> list[int]:
     places = [place for _, place in known]
     others = [place for place, reward in enumerate(rewards) if reward is None]
     return [*places[-1:], *places[:-1], *others]
+
+
+def extremes(rewards: Sequence[float | None]) -> list[int]:
+    """Return the places of the best and of the worst sample of a group; of one alone if all have the same reward."""
+    worst_and_best = worst_and_best_first(rewards)[:2]
+    has_both = len(worst_and_best) == 2 and rewards[worst_and_best[1]] not in (None, rewards[worst_and_best[0]])
+    return worst_and_best[::-1] if has_both else worst_and_best[:1]
 
 
 def tokens_shown(

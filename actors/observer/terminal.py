@@ -25,23 +25,23 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
+from actors.observer import terminal_lines as text
+from actors.observer.advice import advice_lines
+from actors.observer.following import followed
+from actors.observer.observed import Observed
 from actors.observer.page import follow, observed_of
 from runtime.bus.errors import BusError
 from runtime.ledger.group_life import GroupLife
 from runtime.node.external_clients import ClientsUnreadable
-from runtime.node.following import followed
 from runtime.node.halting import NotHalted, halt_round, halted_line, may_halt
 from runtime.node.reopen import FoundRun, NoLog
-from runtime.report import terminal as text
-from runtime.report.advice import advice_lines
-from runtime.report.observed import Observed
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 from runtime.util.formatting import printable, printable_json
+from runtime.util.import_path import command_name
 
 REFRESH_S: Final = 0.5
 SHOWN_STEPS: Final = 200
-READS_S: Final = 2.0  # events that are older are history, as long as they come
 NOTE_S: Final = 10.0
 LOG_LINES: Final = 200
 LOG_BYTES: Final = 256 * 1024  # at the end of a file
@@ -153,10 +153,10 @@ class RunView(App[int]):
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)  # else it is shown in greys
         self.live = False
         self.problem = ""
+        self.share_read: float | None = None
         self._found = found
         self._follows = observed is None
         self._observed = observed_of(found)[0] if observed is None else observed
-        self._read = "", 0.0  # what was read so far, and when on the monotonic clock
         self._is_stale = True
         self._may_halt = may_halt(found)
 
@@ -202,10 +202,7 @@ class RunView(App[int]):
             pass
 
     async def _follow(self) -> None:
-        await follow(self._found, self._observed, self, self._note_progress, self._note)
-
-    def _note_progress(self, line: str) -> None:
-        self._read = line, time.monotonic()
+        await follow(self._found, self._observed, self, lambda _: None, self._note)
 
     def _note(self, line: str) -> None:
         self.notify(printable(line), markup=False, timeout=NOTE_S)
@@ -225,11 +222,7 @@ class RunView(App[int]):
     def _draw(self) -> None:
         self._is_stale = False
         now, main = self._observed.now(), self.screen_stack[0]
-        head = text.head_line(now, live=self.live, problem=self.problem)
-        read, read_at = self._read
-        if time.monotonic() - read_at < READS_S and time.time() - self._observed.time > READS_S:
-            head = f"{now['run']}: reading what was before: {read}"
-            self._is_stale = True  # it is drawn again once nothing more comes
+        head = text.head_line(now, live=self.live, problem=self.problem, share_read=self.share_read)
         with suppress(NoMatches):  # the view begins or closes, and some widgets are not there
             main.query_one("#head", Static).update(shown([head]))
             self._draw_tab(main, now, main.query_one(TabbedContent).active)
@@ -237,6 +230,8 @@ class RunView(App[int]):
     def _draw_tab(self, main: Screen[Any], now: dict[str, Any], tab: str) -> None:
         observed, width = self._observed, max(20, self.size.width - MARGIN)
         match tab:
+            case "now" | "groups" if self.share_read is not None:  # the states so far are those of the past
+                self._draw_reading(main, self.share_read)
             case "now":
                 self._draw_now(main, now, width)
             case "curves":
@@ -248,6 +243,12 @@ class RunView(App[int]):
             case _:
                 lines = [f"{text.clock(at)}  {line}" for at, line in reversed(now["lines"])]
                 main.query_one("#log-lines", Static).update(shown(lines or ["no line yet"]))
+
+    def _draw_reading(self, main: Screen[Any], share: float) -> None:
+        main.query_one("#about", Static).update(shown([text.reading_line(share)]))
+        main.query_one("#groups-bar", Static).update("")
+        for table in ("processes", "group-table"):
+            _fill(_table(main, table), [])
 
     def _draw_now(self, main: Screen[Any], now: dict[str, Any], width: int) -> None:
         self._is_stale |= self.live  # states last longer without an event
@@ -261,7 +262,7 @@ class RunView(App[int]):
         observed = self._observed
         steps = observed.step_times.items[-SHOWN_STEPS:]
         about = [text.worst_line(steps[-1])] if steps else ["no step is trained yet"]
-        advice = advice_lines(observed.adviser.advice(observed.breakdown))
+        advice = advice_lines(observed.adviser.advice(observed.account))
         return [*about, *text.legend(width), "", *advice, *text.step_lines(steps, width)]
 
     @property
@@ -383,7 +384,7 @@ async def life_lines(found: FoundRun, group: int) -> list[str]:
     except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
         lines.append(f"the log cannot be read: {flatten(errors)[0]}")
     omitted = len(lines) - LIFE_EVENTS
-    more = [f"{omitted} earlier events: bin/ledger {found.name} --group {group}"] if omitted > 0 else []
+    more = [f"{omitted} earlier events: {command_name('ledger')} {found.name} --group {group}"] if omitted > 0 else []
     return [*more, *lines[-LIFE_EVENTS:]] or [f"the log has no event of group {group}"]
 
 

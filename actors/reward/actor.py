@@ -22,7 +22,7 @@ from actors.reward.judging.requests import FAILED
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, retried_causes
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import sandbox_of
+from actors.reward.sandbox import CODE, call_s, sandbox_of
 from messages import EngineRequestsFailed, UserFunctionRaised
 from messages.calls import ScoresGiven
 from messages.data import PromptStored
@@ -33,9 +33,11 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.bus.scoring import ACK_WAIT_S
+from runtime.functions.load import is_plugin
 from runtime.process.actor import Actor, InputError
+from runtime.process.first_calls import FirstCalls
 from runtime.process.user_tracebacks import UserTracebacks
-from runtime.settings.plugins import is_plugin
+from runtime.settings.tables.reward import GraderLimits
 from runtime.settings.topology import Topology, own_graders
 from runtime.util.formatting import count_of, duration
 
@@ -47,34 +49,18 @@ GIVE_BACK_TIMEOUT_S = 1.0
 log = structlog.get_logger()
 
 
-FIRST_CALLS: Final = 8  # the run ends when at least this many first calls of graders all fail
-FIRST_GROUPS: Final = 4  # and their samples are of at least this many prompt groups: one bad prompt ends no run
 FIRST_GRADE_KEY: Final = "reward.graded"  # exists once any grade of this run succeeded
 
 
-def never_worked(failed_calls: Mapping[int, int]) -> bool:
-    """Whether the failed calls before the first successful grade are enough to end the run.
-
-    Args:
-        failed_calls: number of failed calls by group, timeouts excluded.
-    """
-    return sum(failed_calls.values()) >= FIRST_CALLS and len(failed_calls) >= FIRST_GROUPS
-
-
 class FirstGrades:
-    """Counts grader calls for training samples until the run's first successful grade.
-
-    A key on the bus records that grade, so a restarted actor does not count again.
-    """
+    """Counts grader calls for training samples until the run's first successful grade."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._failed_calls: Counter[int] = Counter()  # by group
-        self._over = False
+        self._calls = FirstCalls(bus, FIRST_GRADE_KEY, "calls of graders")
 
     async def begin(self) -> None:
         """Read whether an earlier process of this run had a successful grade."""
-        self._over = await self._bus.kv.get(FIRST_GRADE_KEY, bool) is not None
+        await self._calls.begin()
 
     async def note(self, grader: str, grades: Sequence[Graded], *, group_id: int, one_call: bool) -> None:
         """Count the grades of one request.
@@ -88,24 +74,19 @@ class FirstGrades:
         Raises:
             InputError: the first calls of this run all failed; names the grader and its last error.
         """
-        if self._over or not grades:
+        if self._calls.is_over or not grades:
             return
         failures = [graded.error for graded in grades if graded.error is not None]
         if len(failures) < len(grades):
-            self._over = True
-            await self._bus.kv.put(FIRST_GRADE_KEY, True)
+            await self._calls.succeeded()
             return
         raised = [graded.error for graded in grades if graded.error is not None and not _is_slow(graded)][
             : 1 if one_call else None
         ]
         if not raised:
             return
-        self._failed_calls[group_id] += len(raised)
-        if never_worked(self._failed_calls) and await self._bus.kv.get(FIRST_GRADE_KEY, bool) is None:
-            num_calls, num_groups = self._failed_calls.total(), len(self._failed_calls)
-            message = f"the first {num_calls} calls of graders in this run, for {num_groups} prompt groups, all failed"
-            message = f"{message}; {grader}: {raised[-1]}"
-            raise InputError(f"{message}. Fix the grader; the same command then resumes the run")
+        if why := await self._calls.failed(group_id, len(raised)):
+            raise InputError(f"{why}; {grader}: {raised[-1]}. Fix the grader; the same command then resumes the run")
 
 
 def _is_slow(graded: Graded) -> bool:
@@ -150,10 +131,10 @@ class RewardActor(Actor):
         self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
         self._limits = {
             name: CallLimits(
-                timeout_s=config.timeout_s if own.timeout_s is None else own.timeout_s,
+                timeout_s=call_s(config, name),
                 rate=None if own.requests_per_s is None else RateLimit(own.requests_per_s),
             )
-            for name, own in config.limits.items()
+            for name, own in ({CODE: GraderLimits()} | config.limits).items()
         }
         self._retried = retried_causes(config)
         self._batches: dict[str, Batches] = {}

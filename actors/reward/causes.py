@@ -19,6 +19,8 @@ _LOST: Final = frozenset(
     }
 )  # fmt: skip
 
+_OF_MACHINE: Final = frozenset({"SubprocessError"})
+
 
 def cause_of(error: BaseException) -> Cause:
     """Classify an exception of a grader, so that a server's failure is not taken for a mistake in the function.
@@ -47,6 +49,35 @@ def cause_of(error: BaseException) -> Cause:
     if names & _LOST or isinstance(getattr(error, "reason", None), ConnectionError):
         return "worker_lost"
     return "raised"
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Return whether an exception is the machine's or a server's, and so may be absent elsewhere or later.
+
+    Such are missing files, programs, modules and environment variables, lost connections, and exceptions that follow
+    from one of these.
+
+    Args:
+        error: raised by a grader.
+    """
+    seen, found = set[int](), error
+    while id(found) not in seen:
+        seen.add(id(found))
+        names = {base.__name__ for base in type(found).__mro__}
+        if isinstance(found, OSError | ImportError | MemoryError) or names & _OF_MACHINE or cause_of(found) != "raised":
+            return True
+        if isinstance(found, KeyError) and _raised_in(found) == "os":  # os.environ
+            return True
+        found = found.__cause__ or found.__context__ or found
+    return False
+
+
+def _raised_in(error: BaseException) -> str:
+    """The name of the module that raised an exception."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
 
 
 def retry_after_s(error: BaseException) -> float:

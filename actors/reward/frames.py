@@ -8,7 +8,7 @@ import msgspec
 
 from actors.reward.causes import Cause
 from actors.reward.samples import GradedSample
-from runtime.settings.plugins import is_plugin
+from runtime.functions.load import is_plugin
 
 GATHER_S = 0.002  # grading time of a built-in grader after which the answers so far are written
 LENGTH_BYTES = 4
@@ -63,6 +63,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     took_s: float = 0.0
     trace: str | None = None  # traceback of the error, if Hello requests them
     cause: Cause | None = None  # of the error
+    of_machine: bool = False  # the error is the machine's or a server's: a file, a program, a module, a connection
     of_call: bool = False  # the whole call failed, so the error may be another sample's
     wait_s: float = 0.0  # after which the server that refused wants the next request; 0: it did not say
     final: bool = False  # the sample has been tried `max_tries` times: a further call would not help

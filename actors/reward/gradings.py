@@ -1,6 +1,5 @@
 """Calls of graders: those that a pool has in hand, their limits, tries and sums, and the time that the pool ran."""
 
-import math
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from actors.reward.causes import Cause
 from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.samples import GradedSample
 from runtime.util.retrying import Backoff
+from runtime.util.rewards import reward_problem
 
 TICK_S: Final = 0.25
 LATE_S: Final = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
@@ -184,8 +184,10 @@ def sum_of(name: str, weights: Mapping[str, float], parts: Mapping[str, Graded])
             error = f"{error} (part {part} of reward.sums.{name})"
             return Graded(error=error, cause=parts[part].cause, details=details, took_s=took_s)
     reward = sum(weight * (parts[part].reward or 0.0) for part, weight in weights.items())
-    if not math.isfinite(reward):
-        return Graded(error=f"reward.sums.{name} is {reward}", cause="bad_answer", details=details, took_s=took_s)
+    if (problem := reward_problem(reward)) is not None:
+        return Graded(
+            error=f"reward.sums.{name} is {reward}, {problem}", cause="bad_answer", details=details, took_s=took_s
+        )
     return Graded(reward=reward, details=details, took_s=took_s, token_rewards=_summed_tokens(weights, parts))
 
 

@@ -22,7 +22,6 @@ _CLONE_NEWNET: Final = 0x40000000
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _PR_CAPBSET_DROP: Final = 24
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
@@ -38,16 +37,6 @@ _LAST_CAPABILITY: Final = 63
 _CAP_SETFCAP: Final = 31
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def set_parent_death_signal(number: int) -> None:
-    """Have the kernel send this signal when the parent ends, even while a grader runs."""
-    _call("prctl", _PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
-def set_subreaper() -> None:
-    """Become the parent of orphaned descendants."""
-    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_traceable(traceable: bool) -> None:

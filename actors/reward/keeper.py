@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,12 +17,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from actors.reward import isolation
+from runtime.util.descendants import (
+    descendants,
+    end_like,
+    kill_descendants,
+    reap,
+    set_parent_death_signal,
+    set_subreaper,
+)
 from runtime.util.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
 
 POLL_S: Final = 0.1  # interval between counts of processes
 MIN_HEADROOM: Final = 1024  # processes and threads left for the user outside graders
-KILL_POLL_S: Final = 0.01
-KILL_S: Final = 1.0  # time limit for killing a grader's descendants
 MAX_FILE_BYTES: Final = 1 << 30  # largest file that a grader may write
 WATCHED: Final = {signal.SIGCHLD, signal.SIGTERM}
 
@@ -33,22 +38,25 @@ def main(arguments: Sequence[str]) -> int:
     parent, settings = int(arguments[0]), json.loads(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    isolation.set_subreaper()
+    set_subreaper()
     _raise_priority()
     folder = tempfile.mkdtemp(prefix="physarum-grader-")
     worker, status = 0, None
     try:
         worker = _start(settings, folder)
-        isolation.set_parent_death_signal(signal.SIGTERM)
+        set_parent_death_signal(signal.SIGTERM)
         if os.getppid() != parent:
             return EXIT_ORPHANED
         status = _watch(worker, settings["max_processes"])
     finally:
-        _kill_descendants(worker)
+        if worker:
+            with suppress(OSError):
+                os.killpg(worker, signal.SIGKILL)  # all at once, before the rest
+        kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
     if status is None:
         return EXIT_OK  # stopped on request
-    return _end_like(_status_in(status) if settings["sandbox"] == "isolated" else status)
+    return _end(_status_in(status) if settings["sandbox"] == "isolated" else status)
 
 
 def _raise_priority() -> None:
@@ -69,7 +77,7 @@ def _start(settings: dict[str, Any], folder: str) -> int:
     if child == 0:
         code = 1
         try:
-            isolation.set_parent_death_signal(signal.SIGKILL)
+            set_parent_death_signal(signal.SIGKILL)
             os.setpgid(0, 0)  # so that one signal kills the whole group
             if isolated or os.getppid() == keeper:  # getppid() is 0 across PID namespaces
                 code = _in_child(settings, folder, isolated=isolated, refusal=refusal)
@@ -107,7 +115,7 @@ def _run_as_init() -> int | None:
     """Fork once more and act as init: return None in the child, and the child's wait status in the init process."""
     child = os.fork()
     if child == 0:
-        isolation.set_parent_death_signal(signal.SIGKILL)
+        set_parent_death_signal(signal.SIGKILL)
         return None
     os.close(0)
     os.close(1)
@@ -160,73 +168,16 @@ def _watch(worker: int, max_processes: int | None) -> int | None:
         received = signal.sigwaitinfo(WATCHED) if max_processes is None else signal.sigtimedwait(WATCHED, POLL_S)
         if received is not None and received.si_signo == signal.SIGTERM:
             return None
-        status = _reap(worker)
+        status = reap(worker)
         if status is not None:
             return status
-        if max_processes is not None and len(_descendants(max_processes + 2)) > max_processes + 1:
+        if max_processes is not None and len(descendants(max_processes + 2)) > max_processes + 1:
             return EXIT_TOO_MANY_PROCESSES << 8
 
 
-def _reap(worker: int) -> int | None:
-    """Reap ended children, including orphans of graders; return the worker's wait status if it ended."""
-    found = None
-    with suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return found
-            if pid == worker:
-                found = status
-    return found
-
-
-def _kill_descendants(worker: int) -> None:
-    """Kill all descendants: first the worker's process group, then processes that left it."""
-    deadline = time.monotonic() + KILL_S
-    if worker:
-        with suppress(OSError):
-            os.killpg(worker, signal.SIGKILL)
-    while time.monotonic() < deadline and (alive := _descendants()):
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none can fork
-            for pid in alive:
-                with suppress(OSError):
-                    os.kill(pid, number)
-        _reap(-1)
-        signal.sigtimedwait({signal.SIGCHLD}, KILL_POLL_S)
-    _reap(-1)
-
-
-def _descendants(at_most: int | None = None) -> list[int]:
-    """Descendants of this process; the search stops once it has found `at_most`."""
-    found, waiting = list[int](), [os.getpid()]
-    while waiting and (at_most is None or len(found) < at_most):
-        children = children_of(waiting.pop())
-        found += children
-        waiting += children
-    return found
-
-
-def children_of(pid: int) -> list[int]:
-    """Children of a process, including adopted orphans."""
-    children = list[int]()
-    with suppress(OSError):  # the process has ended
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                children += map(int, file.read().split())
-    return children
-
-
-def _end_like(status: int) -> int:
+def _end(status: int) -> int:
     """Pass on the worker's end: return its exit code, or end this process by the same signal."""
-    if os.WIFEXITED(status):
-        return os.WEXITSTATUS(status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
-    number = os.WTERMSIG(status)
-    with suppress(OSError):  # SIGKILL and SIGSTOP have no handler to set
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
-    return 128 + number
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else end_like(status)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from actors.reward.frames import (
     WorkerReady,
     encode_frame,
 )
-from actors.reward.keeper import children_of
 from actors.reward.sandbox import Sandbox
 from runtime.bus.background import in_background
+from runtime.util.descendants import children_of
 from runtime.util.exit_codes import EXIT_TOO_MANY_PROCESSES
 from runtime.util.formatting import signal_name
 

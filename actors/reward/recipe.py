@@ -1,9 +1,16 @@
 """The graders that a recipe names. Imports no bus, since pre-start checks use it too."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 
 from actors.reward.causes import CAUSES, Cause
 from actors.reward.frames import GraderSpec
+from actors.reward.graders.boxed import BOXED_PREFIX
+from actors.reward.graders.builtin import BUILT_IN_GRADERS
+from actors.reward.graders.calling import resolve_grader
+from runtime.functions.table import PARSER, UserFunction
 from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology, own_graders, takes_list
 
@@ -24,6 +31,28 @@ def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
     judges = reward.judges.values()
     found += [GraderSpec(name=judge.parser, parses=True) for judge in judges if judge.template is not None]
     return tuple(dict.fromkeys(found))
+
+
+def check_grader(topology: Topology, kind: UserFunction, key: str, name: str, base_dirs: Sequence[Path]) -> None:
+    """Find a grader or a parser that a key names, as its process does. Raises as `resolve_grader` does."""
+    reward, place = topology.reward, key.split(".")
+    if place[0] in ("data", "eval") and name in named_graders(reward):
+        return  # it is found where it is defined
+    is_named = place[1] == "graders"
+    if is_named and is_built_in(place[-1]):
+        raise ValueError(f"{place[-1]} is a built-in grader: use another name")
+    group = takes_list(reward, place[-1]) if is_named else reward.group_rm and place[0] == "data"
+    resolve_grader(GraderSpec(name=name, group=group, parses=kind is PARSER), base_dirs)
+
+
+def named_graders(reward: RewardConfig) -> set[str]:
+    """The names that a recipe gives to graders."""
+    return {*reward.graders, *reward.external, *reward.judges, *reward.sums}
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a built-in grader has this name."""
+    return name.removeprefix(BOXED_PREFIX) in BUILT_IN_GRADERS
 
 
 def _spec_of_eval(reward: RewardConfig, key: str, name: str) -> GraderSpec:

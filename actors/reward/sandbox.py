@@ -11,14 +11,16 @@ from typing import Final, Literal
 import msgspec
 
 from actors.reward.graders.code.grader import SECONDS
-from runtime.process.user_limits import AGENT_MARK, PASSED_ON
-from runtime.settings.plugins import file_of, is_plugin
+from actors.reward.graders.code.running import WALL_TIMES
+from runtime.functions.limits import environment
+from runtime.functions.load import file_of, is_plugin
+from runtime.settings.reading.schema import functions_in
 from runtime.settings.slices import split_slice
 from runtime.settings.tables.reward import GraderLimits, RewardConfig
 from runtime.settings.topology import Topology
 from runtime.util.secrets import make_private
 
-ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
+CODE: Final = "code"  # the grader that runs programs
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
 
 
@@ -37,11 +39,21 @@ def files_of(topology: Topology) -> tuple[str, ...]:
     return tuple(os.path.realpath(path) for path in (*named, runtime) if path)
 
 
+def call_s(reward: RewardConfig, grader: str) -> float:
+    """Seconds that one call of a grader may take by the clock: more for `code`, whose programs may wait for a core."""
+    limit_s = reward.limits.get(grader, GraderLimits()).timeout_s or reward.timeout_s
+    return limit_s + (WALL_TIMES - 1) * _programs_s(reward) if grader == CODE else limit_s
+
+
+def _programs_s(reward: RewardConfig) -> float:
+    """Seconds that the tests of `code` have of their own; the rest of the limit is for starting the sandbox."""
+    limit_s = reward.limits.get(CODE, GraderLimits()).timeout_s or reward.timeout_s
+    return max(limit_s - 2.0, limit_s / 2)
+
+
 def _variables(reward: RewardConfig) -> dict[str, str]:
     """Variables that built-in graders read: the data of `ifeval`, and the time that the tests of `code` have."""
-    limits = reward.limits.get("code", GraderLimits())
-    call_s = limits.timeout_s or reward.timeout_s
-    found = {SECONDS: f"{max(call_s - 2.0, call_s / 2):g}"}  # the rest is for starting the sandbox
+    found = {SECONDS: f"{_programs_s(reward):g}"}
     return found if reward.nltk_data is None else {**found, "NLTK_DATA": os.path.realpath(reward.nltk_data)}
 
 
@@ -52,9 +64,8 @@ def dumps_of(topology: Topology) -> tuple[str, ...]:
 
 def needed_of(topology: Topology) -> tuple[str, ...]:
     """Files of the graders that the topology names."""
-    named = [*(item.rm_type for item in (*topology.data, *topology.eval)), *topology.reward.graders.values()]
-    named += [judge.parser for judge in topology.reward.judges.values()]
-    plugins = [file_of(name) for name in named if name is not None and is_plugin(name)]
+    named = [name for _, name, function in functions_in(topology) if function.runs_in == "grader process"]
+    plugins = [file_of(name) for name in named if is_plugin(name)]
     return tuple(place for place in plugins if place.endswith(".py"))
 
 
@@ -110,14 +121,8 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
     def environment(self) -> dict[str, str]:
         """Environment of a grader process, filtered from this process's environment."""
-        wanted = {*PASSED_ON, *self.env}
-        if self.kind != "isolated":
-            wanted.add(AGENT_MARK)
-        kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
-        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # one thread each: parallelism comes from the number of processes
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return {**threads, **kept, **self.also, "PYTHONPATH": os.pathsep.join(places)}
+        kept = environment((*self.env, "OMP_NUM_THREADS"), marked=self.kind != "isolated")
+        return {**kept, **self.also, "PYTHONPATH": kept["PYTHONPATH"]}
 
     def command(self) -> list[str]:
         """Command line that starts a grader process; its parent must be this process."""

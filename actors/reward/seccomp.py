@@ -2,8 +2,10 @@
 
 Mount and network namespaces do not guard sockets with a path. A process with write permission on the file may
 connect, even on a read-only mount. It could then use docker.sock, D-Bus or an SSH agent outside the sandbox. So an
-isolated process may not create AF_UNIX sockets, except connected pairs, which have no path. Programs that a model wrote
-may start no processes either, nor choose to get less of a core, nor keep memory beyond the limit of their process.
+isolated process may not create AF_UNIX sockets, except connected pairs, which have no path. No namespace guards the
+kernel's keyrings either: they hold the user's keys, and any program of the user could leave messages there. Programs
+that a model wrote may start no processes either, nor choose to get less of a core, nor keep memory beyond the limit of
+their process.
 """
 
 import ctypes
@@ -36,6 +38,7 @@ _SHARES: Final = {  # of setpriority, sched_setparam, sched_setscheduler, sched_
     "aarch64": (140, 118, 119, 122, 274),
 }
 _MEMORY: Final = {"x86_64": (319, 29), "aarch64": (279, 194)}  # of memfd_create and shmget
+_KEYRINGS: Final = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}  # of add_key, request_key and keyctl
 _CLONE3: Final = 435  # its flags are in memory, where a filter cannot read; libraries fall back to clone
 _CLONE_THREAD: Final = 0x00010000
 
@@ -45,26 +48,33 @@ class _Program(ctypes.Structure):
 
 
 def refuse_foreign_sockets() -> None:
-    """Limit this process and its children to sockets of their own network namespace. Irreversible.
+    """Limit this process and its children to sockets of their own network namespace, and to no keys. Irreversible.
 
     Raises:
         OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
     """
-    _install(b"".join(_instructions(*_CALLS[_machine()])))
+    machine = _machine()
+    _install(b"".join(_instructions(*_CALLS[machine], _KEYRINGS[machine])))
 
 
 def refuse_new_processes() -> None:
     """Keep this process from starting processes and programs, and from entering namespaces. Threads work. Irreversible.
 
     It cannot change its share of a core either: a program that waits for a core is not judged by its time. Nor can it
-    make files in memory, whose size no limit bounds.
+    make files in memory, whose size no limit bounds, or use keyrings.
 
     Raises:
         OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
     """
     machine = _machine()
     clone, refused = _STARTS[machine]
-    _install(b"".join(_of_processes(_CALLS[machine][0], clone, (*refused, *_SHARES[machine], *_MEMORY[machine]))))
+    _install(
+        b"".join(
+            _of_processes(
+                _CALLS[machine][0], clone, (*refused, *_SHARES[machine], *_MEMORY[machine], *_KEYRINGS[machine])
+            )
+        )
+    )
 
 
 def _machine() -> str:
@@ -81,7 +91,7 @@ def _install(code: bytes) -> None:
         raise OSError(ctypes.get_errno(), "refuses a filter for system calls", "seccomp")
 
 
-def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes]:
+def _instructions(architecture: int, socket: int, socketpair: int, keyrings: tuple[int, ...]) -> list[bytes]:
     """BPF program of the filter; each jump skips the given number of instructions."""
     of_socket = [_step(_LOAD, _FIRST), *_allow_any(_FAMILIES), _refuse(errno.EACCES)]
     of_pair = [_step(_LOAD, _SECOND), _step(_AND, _KIND), *_allow_any(_PAIRS), _refuse(errno.EACCES)]
@@ -94,6 +104,7 @@ def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes
         _refuse(errno.ENOSYS),
         _step(_JUMP_IF_EQUAL, _IO_URING_SETUP, 0, 1),
         _refuse(errno.EPERM),
+        *(step for call in keyrings for step in (_step(_JUMP_IF_EQUAL, call, 0, 1), _refuse(errno.EPERM))),
         _step(_JUMP_IF_EQUAL, socket, 0, len(of_socket)),
         *of_socket,
         _step(_JUMP_IF_EQUAL, socketpair, 0, len(of_pair)),

@@ -32,6 +32,7 @@ from actors.reward.frames import (
     write_all,
 )
 from actors.reward.graders.calling import Call, grade_group, grade_sample, is_async, resolve_grader
+from runtime.functions.limits import take_pipes
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
 
@@ -136,7 +137,8 @@ def work(refusal: str | None) -> int:
         The exit code.
     """
     user_folder_last()
-    fd_in, fd_out = _take_pipes()
+    fd_in, fd_out = take_pipes()
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)  # stderr, which is logged
     buffer = FrameBuffer()
     frame = read_frame(fd_in, buffer)
     if frame is None:
@@ -165,17 +167,6 @@ def work(refusal: str | None) -> int:
 
 def _end_call(_signal: int, _frame: FrameType | None) -> None:
     raise CpuLimitError("reward.cpu_s")
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Move the pipes to other descriptors, and redirect graders' output to stderr, which is logged."""
-    fd_in, fd_out = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)
-    return fd_in, fd_out
 
 
 def _limit_cpu(cpu_s: float | None) -> None:

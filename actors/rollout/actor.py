@@ -32,12 +32,12 @@ from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.samples.conversation import Conversation
-from actors.rollout.samples.evaluation_function import find_evaluation_function
-from actors.rollout.samples.failures import policy_of
-from actors.rollout.samples.generate_function import find_generate_function, find_keyed_function
-from actors.rollout.samples.rollout_function import RolloutCalls, find_rollout_function
+from actors.rollout.samples.failures import action_of, policy_of
+from actors.rollout.samples.generate_function import KEY as GENERATE_KEY
+from actors.rollout.samples.generate_function import KeyedFunction
+from actors.rollout.samples.rollout_function import RolloutCalls, rollout_function_of
+from actors.rollout.samples.sampling_function import SamplingFunction
 from actors.rollout.samples.scoring import Scorer
-from actors.rollout.samples.slime_rollout import slime_rollout
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.client import SglangClient
@@ -86,10 +86,12 @@ from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.servers import attend_servers, kill_server
+from runtime.functions.load import load
+from runtime.functions.table import EVALUATION
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
+from runtime.settings.derived import reward_keys
 from runtime.settings.placement import UpdateLimits, num_engines
-from runtime.settings.slime.functions import PREFIX
 from runtime.settings.topology import (
     Topology,
     frozen_pools,
@@ -170,23 +172,19 @@ class RolloutActor(Actor):
         self._topology = topology
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
-        self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
+        self._custom_generate = None if custom is None else KeyedFunction.of(GENERATE_KEY, custom)
+        self._sampling = SamplingFunction(topology)
         rollout = topology.rollout.custom_rollout
         self._custom_rollout = None
         if rollout is not None:
-            num_prompts = topology.rollout.custom_rollout_prompts
-            self._custom_rollout = find_rollout_function(rollout, (Path.cwd(),), num_prompts=num_prompts)
-            if rollout.startswith(PREFIX):
-                self._custom_rollout = slime_rollout(self._custom_rollout, topology, self._model)
+            self._custom_rollout = rollout_function_of(topology, self._model)
         self._eval_generate = {
-            item.name: find_keyed_function(f"eval.{index}.custom_generate", item.custom_generate, (Path.cwd(),))
+            item.name: KeyedFunction.of(f"eval.{index}.custom_generate", item.custom_generate)
             for index, item in enumerate(topology.eval)
             if item.custom_generate is not None
         }
         self._eval_functions = {
-            item.name: find_evaluation_function(
-                f"eval.{index}.custom_evaluation", item.custom_evaluation, (Path.cwd(),)
-            )
+            item.name: load(EVALUATION, f"eval.{index}.custom_evaluation", item.custom_evaluation).function
             for index, item in enumerate(topology.eval)
             if item.custom_evaluation is not None
         }
@@ -220,6 +218,7 @@ class RolloutActor(Actor):
                 for name in dict.fromkeys((*frozen_pools(self._topology), *rollout.pools))
             }
             tools = self._tools(client, fleet)
+            await self._tasks.outcomes.begin()
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
             if pool.update_groups == 1:  # with rolling updates the other engines keep serving
@@ -230,6 +229,7 @@ class RolloutActor(Actor):
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
                 group.start_soon(frozen.run, self._bus, self._topology)
+            await group.start(self._sampling.run)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             if pool.router_url is not None:
@@ -315,7 +315,7 @@ class RolloutActor(Actor):
             scorer=scorer,
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
-            custom_generate=self._custom_generate,
+            custom_generate=self._sampling.keyed or self._custom_generate,
             function_limit_s=self._topology.rollout.custom_generate_timeout_s,
             eval_generate=self._eval_generate,
             eval_functions=self._eval_functions,
@@ -326,7 +326,9 @@ class RolloutActor(Actor):
             ),
             model=self._model,
             policy=policy_of(reward),
-            reward_keys=self._topology.algorithm.gdpo_reward_keys,
+            outcomes=self._tasks.outcomes,
+            on_exception=action_of(self._topology.rollout.on_exception),
+            reward_keys=reward_keys(self._topology.algorithm),
             conversations=self._conversations,
             reward_per=reward.per,
             sample_fields=sample_fields(reward),
@@ -418,7 +420,8 @@ class RolloutActor(Actor):
                     case ActorExited() as event:
                         fleet.crashes.note_exit(event)
                     case PhaseChanged() as event if follower is not None and received is not None:
-                        follower.fold(event, received.seq)
+                        if not target.is_replaced(event):
+                            follower.fold(event, received.seq)
                     case _:  # undecodable, or the end of the log for now
                         pass
                 if not events.pending:

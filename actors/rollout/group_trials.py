@@ -14,13 +14,12 @@ import anyio
 import msgspec
 
 from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
-from actors.rollout.samples.evaluation_function import SetEvaluation, find_evaluation_function
+from actors.rollout.samples.evaluation_function import SetEvaluation
 from actors.rollout.samples.generate_function import KEY as GENERATE_KEY
-from actors.rollout.samples.generate_function import KeyedFunction, find_keyed_function
+from actors.rollout.samples.generate_function import KeyedFunction
 from actors.rollout.samples.rollout_function import KEY as ROLLOUT_KEY
-from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls, find_rollout_function, one_turn
+from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls, one_turn, rollout_function_of
 from actors.rollout.samples.sample import OpenSample, fresh_samples
-from actors.rollout.samples.slime_rollout import slime_rollout
 from actors.rollout.samples.slots import GroupSlots, Slots
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.sglang.client import SglangClient
@@ -29,8 +28,9 @@ from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.trial import GenerateRow, Trial, prompt_of, tiny_engine
 from messages import Prompt, SampleStatus
 from runtime.bus.background import in_background
+from runtime.functions.load import load
+from runtime.functions.table import EVALUATION
 from runtime.settings.derived import eval_sampling, rollout_sampling, sampling_params
-from runtime.settings.slime.functions import PREFIX
 from runtime.settings.topology import Topology
 from runtime.util.tracebacks import user_frames, user_traceback
 
@@ -53,20 +53,18 @@ class FunctionTrial:
     peak_bytes: int = 0  # of this process
 
 
-async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: GradeText) -> FunctionTrial:
+async def try_rollout(rows: Sequence[GenerateRow | Prompt], topology: Topology, grade: GradeText) -> FunctionTrial:
     """Call `rollout.custom_rollout` of a topology for a group of samples of each row.
 
     Raises:
         PluginError: the function cannot be used.
         EngineNotStartedError: the engine does not serve.
     """
-    name, config, here = topology.rollout.custom_rollout or "", topology.rollout, (Path.cwd(),)
-    function = find_rollout_function(name, here, num_prompts=config.custom_rollout_prompts)
+    config = topology.rollout
     default = _first_named((GENERATE_KEY, config.custom_generate))
     number, limit_s = config.n_samples_per_prompt, config.custom_generate_timeout_s
     async with _trying(rows, topology, grade) as (trial, run):
-        if name.startswith(PREFIX):
-            function = slime_rollout(function, topology, run.model)
+        function = rollout_function_of(topology, run.model)
         calls = RolloutCalls(config.custom_rollout_prompts, limit_s=limit_s, gather_s=GATHER_S)
         slots = Slots(number * len(trial.prompts))
         trial.samples = [fresh_samples(number, prompt.prompt_ids) for prompt in trial.prompts]
@@ -95,15 +93,15 @@ async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: Gr
     return trial
 
 
-async def try_evaluation(rows: Sequence[GenerateRow], topology: Topology, grade: GradeText) -> FunctionTrial:
+async def try_evaluation(rows: Sequence[GenerateRow | Prompt], topology: Topology, grade: GradeText) -> FunctionTrial:
     """Call `custom_evaluation` of the first evaluation set of a topology, with the rows as its prompts.
 
     Raises:
         PluginError: the function cannot be used.
         EngineNotStartedError: the engine does not serve.
     """
-    config, key, here = topology.eval[0], "eval.0.custom_evaluation", (Path.cwd(),)
-    function = find_evaluation_function(key, config.custom_evaluation or "", here)
+    config, key = topology.eval[0], "eval.0.custom_evaluation"
+    function = load(EVALUATION, key, config.custom_evaluation or "").function
     of_all = topology.rollout.custom_generate
     default = _first_named(("eval.0.custom_generate", config.custom_generate), (GENERATE_KEY, of_all))
     async with _trying(rows, topology, grade, evaluation=True) as (trial, run):
@@ -135,7 +133,7 @@ def _first_named(*settings: tuple[str, str | None]) -> KeyedFunction:
     """Return the generate function of the first setting that names one; without any, a single turn."""
     for key, name in settings:
         if name is not None:
-            return find_keyed_function(key, name, (Path.cwd(),))
+            return KeyedFunction.of(key, name)
     return KeyedFunction(GENERATE_KEY, one_turn)
 
 
@@ -182,7 +180,7 @@ class _Samples:
 
 @asynccontextmanager
 async def _trying(
-    rows: Sequence[GenerateRow], topology: Topology, grade: GradeText, *, evaluation: bool = False
+    rows: Sequence[GenerateRow | Prompt], topology: Topology, grade: GradeText, *, evaluation: bool = False
 ) -> AsyncGenerator[tuple[FunctionTrial, _Samples]]:
     """Run a tiny engine, and measure what happens in the block."""
     model = ServedModel.read(Path(topology.model.hf_checkpoint))

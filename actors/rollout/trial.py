@@ -21,7 +21,7 @@ import msgspec
 from actors.rollout.requests.request import SampleInput
 from actors.rollout.samples.context import Context
 from actors.rollout.samples.conversation import Conversation, GenerateFunction, Grade, grade_nothing
-from actors.rollout.samples.generate_function import KEY, find_generate_function
+from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.generating import sampling_seed
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.sglang.body import generate_body
@@ -31,6 +31,8 @@ from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SamplingParams
 from runtime.bus.background import in_background
+from runtime.functions.load import load
+from runtime.functions.table import GENERATE
 from runtime.node.supervisor.ports import free_port
 from runtime.node.supervisor.spawn import dying_with
 from runtime.settings.derived import FilledSampling, rollout_sampling, sampling_params
@@ -71,7 +73,9 @@ class GenerateTrial:
     peak_bytes: int = 0  # of this process
 
 
-async def try_generate(name: str, rows: Sequence[GenerateRow], topology: Topology) -> AsyncGenerator[GenerateTrial]:
+async def try_generate(
+    name: str, rows: Sequence[GenerateRow | Prompt], topology: Topology
+) -> AsyncGenerator[GenerateTrial]:
     """Call the function for one sample of each row, with the sampling settings of the topology.
 
     Raises:
@@ -79,15 +83,17 @@ async def try_generate(name: str, rows: Sequence[GenerateRow], topology: Topolog
         EngineNotStartedError: the engine does not serve.
         OSError, ValueError: the model cannot be read.
     """
-    function = find_generate_function(name, (Path.cwd(),))
+    function = load(GENERATE, KEY, name).function
     model = ServedModel.read(Path(topology.model.hf_checkpoint))
     async with aiohttp.ClientSession() as session, tiny_engine(topology, SglangClient(session)) as (client, url):
         for number, row in enumerate(rows):
             yield await Trial(topology, model, client, url).of(function, number, row)
 
 
-def prompt_of(row: GenerateRow, number: int, model: ServedModel) -> Prompt:
-    """Return the prompt of a row of the file."""
+def prompt_of(row: GenerateRow | Prompt, number: int, model: ServedModel) -> Prompt:
+    """Return the prompt of a row of the file; one of the topology's data as it is."""
+    if isinstance(row, Prompt):
+        return row
     ids = Int32Array(model.encode(row.prompt))
     return Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
 
@@ -105,7 +111,7 @@ class Trial:
         self._prompt_ids, self._row = Int32Array(), 0
         self._engine_s = self.blocked_s = 0.0
 
-    async def of(self, function: GenerateFunction, number: int, row: GenerateRow) -> GenerateTrial:
+    async def of(self, function: GenerateFunction, number: int, row: GenerateRow | Prompt) -> GenerateTrial:
         """Call a generate function for one sample."""
         prompt = prompt_of(row, number, self._model)
         sample = OpenSample(index=number, prompt_len=len(prompt.prompt_ids))

@@ -45,6 +45,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.models.config import read_model
 from runtime.process.actor import Actor
+from runtime.settings.derived import reward_keys
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import TEACHER_LOG_PROBS, Topology, column_names, topk_of_column
 from runtime.util.imports import collecting_nothing
@@ -173,7 +174,7 @@ class TrainerActor(Actor):
                 needs_kept=self._topology.rollout.return_sampling_mask,
                 column_names=column_names(self._topology),
                 topk=topk_of_column(self._topology, TEACHER_LOG_PROBS),
-                reward_keys=self._topology.algorithm.gdpo_reward_keys,
+                reward_keys=reward_keys(self._topology.algorithm),
             )
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             colocation = self._colocation = Colocation(self._topology, self._bus, feed)

@@ -16,6 +16,8 @@ import msgspec
 
 from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
 from actors.trainer.models.config import HfConfig, with_value_head
+from runtime.models.directory import ModelError, read_json
+from runtime.report.summary import KeptCheckpoint
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.settings.topology import Topology
 
@@ -67,11 +69,52 @@ def _named_in(root: Path) -> list[Checkpoint]:
 
 
 class DamagedCheckpoint(NamedTuple):
-    """A damaged checkpoint that was renamed."""
+    """A damaged checkpoint."""
 
     step: int  # train steps that it should contain
-    path: Path  # new path
+    path: Path  # its new path, if it was renamed
     reason: str  # the damaged file and its damage
+
+
+def newest_undamaged(root: Path, *, step: int | None = None) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """Find the newest checkpoint without damage, as the next start will. Changes nothing: the run may be at work.
+
+    Args:
+        root: directory of the checkpoints.
+        step: look only at checkpoints of this train step; None: at all.
+
+    Returns:
+        The checkpoint, or None, and the damaged ones that are newer, newest first.
+
+    Raises:
+        ValueError: an earlier version of the trainer wrote a checkpoint without checksums.
+        OSError: a file cannot be opened.
+    """
+    damaged: list[DamagedCheckpoint] = []
+    for each in reversed(_named_in(root)):
+        if step not in (None, each.step):
+            continue
+        damage = _damage_of(each.path, thorough=True)
+        if damage is None:
+            return each, damaged
+        damaged.append(DamagedCheckpoint(each.step, each.path, damage))
+    return None, damaged
+
+
+def kept_of(run_directory: Path) -> KeptCheckpoint | None:
+    """Look which checkpoint a run can continue from. None: it has no checkpoint here, damaged or not.
+
+    Raises:
+        ValueError: an earlier version of the trainer wrote a checkpoint without checksums.
+        OSError: a file cannot be opened.
+    """
+    newest, damaged = newest_undamaged(run_directory / CHECKPOINTS)
+    if newest is None and not damaged:
+        return None
+    return KeptCheckpoint(
+        step=newest.step if newest else 0,
+        damages=tuple(f"{each.path} is damaged: {each.reason}" for each in damaged),
+    )
 
 
 def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[DamagedCheckpoint]:
@@ -113,8 +156,8 @@ def _too_old(path: Path) -> ValueError:
 
 def _is_of_earlier_version(path: Path) -> bool:
     try:
-        run: dict[str, Any] = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
+        run = read_json(path, RUN_FILE, dict[str, Any])
+    except ModelError:
         return False
     return not run.get("has_checksums", False)
 
@@ -173,7 +216,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
         if critic is not None and self.critic is not None:
             _compare(path, "critic", self.critic, critic, resumes=resumes)
         elif critic is not None and resumes:
-            raise ValueError(f'{path} has no critic, which algorithm.advantage_estimator = "ppo" continues with')
+            raise ValueError(f'{path} has no critic, which algorithm.estimator.type = "ppo" continues with')
         if resumes and not self.has_checksums:
             raise _too_old(path)
         if dtype not in (None, self.dtype):
@@ -205,6 +248,12 @@ def _values(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _shown(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """The used part of Megatron-LM's metadata.json."""
+
+    sharded_backend: Any = None
 
 
 class StartCheckpoint(NamedTuple):
@@ -273,7 +322,7 @@ def megatron_lm_checkpoint_at(path: Path) -> Path | None:
                 f"{path} is in Megatron-LM's format torch, which is sharded for its ranks: save it as {BACKEND}"
             )
         raise ValueError(f"{path} is not a complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
-    backend = msgspec.json.decode((path / METADATA_FILE).read_bytes()).get("sharded_backend")
+    backend = read_json(path, METADATA_FILE, _Metadata).sharded_backend
     if backend != BACKEND:
         raise ValueError(f"{path} is in Megatron-LM's format {backend}; supported: {BACKEND}")
     return path
@@ -302,8 +351,8 @@ def saved_run(path: Path) -> SavedRun:
         ValueError: the file cannot be read.
     """
     try:
-        return msgspec.json.decode((path / RUN_FILE).read_bytes(), type=SavedRun)
-    except (OSError, msgspec.MsgspecError) as error:
+        return read_json(path, RUN_FILE, SavedRun)
+    except ModelError as error:
         raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error
 
 

@@ -56,6 +56,7 @@ from actors.trainer.weights.rank import RankSender
 from actors.trainer.weights.writing import RankWriter
 from messages import WeightProbe
 from runtime.data.trained_tokens import TokenWriter
+from runtime.functions.table import INIT_HOOK
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
 from runtime.settings.tables.engines import WeightFormat
@@ -110,7 +111,7 @@ class TrainerRank:
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
-        hook(topology, "custom_megatron_init")()
+        hook(topology, INIT_HOOK)()
         self.calls = RankCalls(self._ranks, device)
         self._replica = Replica(topology, device)
         self._link = self._link_to_critic(critic_store, device)

@@ -32,6 +32,7 @@ from actors.trainer.weights.calls import AskOf
 from actors.trainer.weights.export import weight_thread
 from actors.trainer.weights.files import export_to_files
 from actors.trainer.weights.gathering import own_parts
+from runtime.functions.table import INIT_HOOK
 from runtime.settings.placement import num_critic_ranks, num_ranks
 from runtime.settings.topology import Topology, critic_topology
 
@@ -96,7 +97,7 @@ class CriticRank:
         self._link = CriticEnd(link_store, self.calls, is_first=rank.rank == 0)
         try:
             ranks.join(rank, own.trainer.megatron, device, seed=topology.run.seed)
-            hook(topology, "custom_megatron_init")()
+            hook(topology, INIT_HOOK)()
             self.critic = Critic(topology, device)
         except Exception as error:
             self._link.fail(error, self._name)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.trainer.checkpoints import CHECKPOINTS, CRITIC, checkpoints_in, saved_run
-from actors.trainer.file_checksums import damage_of
+from actors.trainer.checkpoints import CHECKPOINTS, CRITIC, checkpoints_in, newest_undamaged, saved_run
+from runtime.models.directory import CONFIG, copy_files, has_file
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.derived import has_critic
 from runtime.settings.devices import HIDDEN
@@ -55,8 +55,8 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         raise CannotExport(f"--out {out} already exists: name a new or an empty directory")
     source, topology = find_source(directory, step), _topology(directory)
     model_directory = Path(topology.model.hf_checkpoint)
-    if not (model_directory / "config.json").is_file():
-        raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no config.json any more")
+    if not has_file(model_directory, CONFIG):
+        raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no {CONFIG} any more")
     with atomic_directory(out) as unfinished:
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
     return source
@@ -72,18 +72,16 @@ def find_source(directory: Path, step: int | None) -> Source:
     Raises:
         CannotExport: there is none. The message lists the checkpoints that exist.
     """
-    found, damaged = checkpoints_in(directory / CHECKPOINTS), ""
-    for checkpoint in reversed(found):
-        if step not in (None, checkpoint.step):
-            continue
-        damage = damage_of(checkpoint.path, thorough=True)
-        if damage is None:
-            return Source(f"checkpoint of step {checkpoint.step}{damaged}", checkpoint.path, is_checkpoint=True)
-        if step is not None:
-            raise CannotExport(f"{directory}: the checkpoint of step {step} is damaged: {damage}")
-        damaged = damaged or f" (that of step {checkpoint.step} is damaged: {damage})"
+    newest, damaged = newest_undamaged(directory / CHECKPOINTS, step=step)
+    notes = "; ".join(f"that of step {each.step} is damaged: {each.reason}" for each in damaged)
+    if newest is not None:
+        note = f" ({notes})" if notes else ""
+        return Source(f"checkpoint of step {newest.step}{note}", newest.path, is_checkpoint=True)
+    if damaged and step is not None:
+        raise CannotExport(f"{directory}: the checkpoint of step {step} is damaged: {damaged[0].reason}")
     if damaged:
-        raise CannotExport(f"{directory} has no checkpoint without damage{damaged}")
+        raise CannotExport(f"{directory} has no checkpoint without damage ({notes})")
+    found = checkpoints_in(directory / CHECKPOINTS)
     if found:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
@@ -169,8 +167,7 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
 
     for file in safetensors_files(path):
         shutil.copyfile(file, unfinished / file.name)
-    if (path / INDEX_FILE).is_file():
-        shutil.copyfile(path / INDEX_FILE, unfinished / INDEX_FILE)
+    copy_files(path, unfinished, (INDEX_FILE,))
     root = path.parent.parent if path.parent.name == BASE else path.parent
     noted = [stored.version for stored in on_disk(root) if name_of(stored.version.number) == path.name]
     found = checksums_of(unfinished).total
@@ -178,12 +175,12 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
         raise CannotExport(f"{path} is damaged: its checksum is {found}, {noted[0].checksum} was published")
     _copy_small_files(unfinished, topology, trained_model(topology))
     if weight_format(topology) != "as_trained":
-        shutil.copyfile(path / "config.json", unfinished / "config.json")  # it states the dtype and quantization
+        copy_files(path, unfinished, (CONFIG,))  # it states the dtype and quantization
 
 
 def _copy_small_files(unfinished: Path, topology: Topology, model: "HfConfig") -> None:
     from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 
     copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
-    set_dtype(unfinished / "config.json", topology.model.dtype)
-    set_value_head(unfinished / "config.json", model)
+    set_dtype(unfinished / CONFIG, topology.model.dtype)
+    set_value_head(unfinished / CONFIG, model)

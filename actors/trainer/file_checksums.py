@@ -13,6 +13,9 @@ from typing import Final
 
 import msgspec
 
+from runtime.models.directory import has_file, read_json
+from runtime.util.files import path_inside
+
 CHECKSUMS_FILE: Final = "checksums.json"
 _MAX_THREADS: Final = 8  # threads that hash one checkpoint's files
 _LOOK_AGAIN_S: Final = 0.2
@@ -84,10 +87,12 @@ def damage_of(directory: Path, *, thorough: bool) -> str | None:
         OSError: a file cannot be opened, which does not imply damage.
     """
     try:
-        listed = msgspec.json.decode((directory / CHECKSUMS_FILE).read_bytes(), type=Checksums).files
-    except FileNotFoundError:
-        return f"{CHECKSUMS_FILE} is missing"
-    except msgspec.MsgspecError as error:
+        if not has_file(directory, CHECKSUMS_FILE):
+            return f"{CHECKSUMS_FILE} is missing"
+        listed = read_json(directory, CHECKSUMS_FILE, Checksums).files
+        for name in listed:
+            path_inside(directory, name)
+    except ValueError as error:
         return f"{CHECKSUMS_FILE} cannot be read: {error}"
     for name, expected in listed.items():
         size_bytes = _size_of(directory / name)

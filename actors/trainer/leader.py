@@ -35,7 +35,6 @@ publishes checkpoint.saved. The reasons:
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -131,15 +130,18 @@ class Leader:
         self._fetch_s = 0.0  # seconds to fetch the last batch's payloads and lay them out
         self._check_batches()
 
+    def _gone(self) -> list[int]:
+        """Steps to be trained again whose batches the log has forgotten. Waiting for them would never end."""
+        return [step for step in range(self.step, self._frontier) if step not in self._feed.history.batches]
+
     def _check_batches(self) -> None:
-        """Raise InputError if the log has forgotten a batch that must be trained again. Waiting would never end."""
-        gone = [step for step in range(self.step, self._frontier) if step not in self._feed.history.batches]
-        if gone:
+        """Raise InputError if the log has forgotten a batch that must be trained again."""
+        if gone := self._gone():
             aside = "".join(f"; {each.path} is damaged: {each.reason}" for each in self._rank.take_set_aside())
             raise InputError(
                 f"the newest checkpoint in {self._run_directory} contains {self.step} train steps, but the log no "
-                f"longer has the batch of step {gone[0]}, which a later checkpoint contained: restore that checkpoint, "
-                f"or start over with --fresh{aside}"
+                f"longer has the batch of step {gone[0] + 1}, which a later checkpoint contained: restore that "
+                f"checkpoint, or start over with --fresh{aside}"
             )
 
     def waits_for(self) -> str:
@@ -152,10 +154,18 @@ class Leader:
         return f"{what}, for {time.monotonic() - since:.0f} s"
 
     async def announce_start(self) -> None:
-        """Publish trainer.started. If there is no step to replay, also publish the weights."""
+        """Publish trainer.started. If there is no step to replay, also publish the weights.
+
+        Raises:
+            Fenced: another trainer replaced this one.
+            RuntimeError: the replaced trainer saved a checkpoint meanwhile; the next start loads it.
+        """
         self._feed.settle(self.step)
-        started = TrainerStarted(incarnation=self._incarnation, step=self.step, start=uuid.uuid4().hex)
-        self._feed.started(started, await self._bus.publish(started))
+        started = TrainerStarted(incarnation=self._incarnation, step=self.step, start=self._feed.start)
+        await self._feed.started(started, await self._bus.publish(started))
+        self._frontier, self.version = self._feed.history.frontier, self._feed.history.version
+        if gone := self._gone():
+            raise RuntimeError(f"the replaced trainer saved a checkpoint with step {gone[0]} while this one started")
         log.info("trainer_started", incarnation=self._incarnation, step=self.step, frontier=self._frontier)
         await self._tell_set_aside()
         if self.step >= self._frontier:
@@ -291,10 +301,16 @@ class Leader:
             if not fed.lost:
                 return fed
             log.warning("payloads_missing", step=self.step, num_groups=len(fed.lost), reason=fed.reason)
-            if self.step < self._frontier or self.step in history.trained:  # by an older trainer meanwhile
+            if self.step < self._frontier or self.step in history.trained:  # by a trainer of an older version meanwhile
                 return fed
             seq = await self._bus.publish(
-                PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)
+                PayloadsMissing(
+                    step=self.step,
+                    incarnation=self._incarnation,
+                    start=self._feed.start,
+                    groups=fed.lost,
+                    reason=fed.reason,
+                )
             )
             await self._feed.until(lambda seq=seq: history.last_seq >= seq)
             again = ", which is assembled again because some of its payloads are lost"
@@ -319,6 +335,7 @@ class Leader:
         return BatchTrained(
             step=fed.step,
             incarnation=self._incarnation,
+            start=self._feed.start,
             replay=replay,
             num_groups=len(fed.refs) - len(fed.lost) - len(gradients.skipped_groups),
             num_samples=gradients.num_samples,
@@ -418,6 +435,7 @@ class Leader:
             version=self.version,
             step=step,
             incarnation=self._incarnation,
+            start=self._feed.start,
             path=str(published.path or ""),
             checksum=published.checksum,
             size_bytes=published.size_bytes,
@@ -479,6 +497,7 @@ class Leader:
         saved = CheckpointSaved(
             step=step,
             incarnation=self._incarnation,
+            start=self._feed.start,
             path=str(path),
             oldest_step=kept[0].step,
             took_s=took_s,

@@ -60,6 +60,7 @@ class NoOpTrainer(Actor):
         self._run_dir = run_dir
         self._history = History()
         self._start = uuid.uuid4().hex  # ID of the trainer.started event, which may be stored twice
+        self._started: TrainerStarted | None = None
         self._started_seq = 0
         self._incarnation = 0
         self._version = 0
@@ -73,7 +74,7 @@ class NoOpTrainer(Actor):
     def waits_for(self) -> str:
         """Describe what the actor waits for."""
         done = self._step >= self._topology.train.num_steps
-        return "nothing: all steps are trained" if done else f"the batch of step {self._step}"
+        return "nothing: all steps are trained" if done else f"the batch of step {self._step + 1}"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Complete every batch of the run, then keep serving calls.
@@ -95,8 +96,7 @@ class NoOpTrainer(Actor):
         self, events: Events[NoOpTrainerEvent], path: Path, checksum: str, task_status: TaskStatus[None]
     ) -> None:
         """Complete every remaining batch of the log, then stay until cancelled."""
-        self._step, self._version = self._history.frontier, self._history.version
-        await self._announce_start()
+        await self._announce_start(events)
         await self._announce(path, checksum)
         task_status.started()
         while self._step < self._topology.train.num_steps:
@@ -109,12 +109,16 @@ class NoOpTrainer(Actor):
         while True:  # only to notice a successor
             await self._fold_next(events)
 
-    async def _announce_start(self) -> None:
-        incarnation = self._history.incarnation + 1
-        self._history.settle(self._step)
-        started = TrainerStarted(incarnation=incarnation, step=self._step, start=self._start)
-        self._started_seq = await self._bus.publish(started)
+    async def _announce_start(self, events: Events[NoOpTrainerEvent]) -> None:
+        """Publish trainer.started, and fold the log up to it: later facts of a replaced trainer do not count."""
+        incarnation, step = self._history.incarnation + 1, self._history.frontier
+        started = TrainerStarted(incarnation=incarnation, step=step, start=self._start)
+        self._started, self._started_seq = started, await self._bus.publish(started)
         self._incarnation = incarnation
+        while self._history.last_seq < self._started_seq:
+            await self._fold_next(events)
+        self._step, self._version = self._history.frontier, self._history.version
+        self._history.settle(self._step)
         log.info("no_op_trainer_started", incarnation=incarnation, step=self._step)
 
     async def _announce(self, path: Path, checksum: str) -> None:
@@ -124,6 +128,7 @@ class NoOpTrainer(Actor):
             version=self._version,
             step=self._step,
             incarnation=self._incarnation,
+            start=self._start,
             path=str(path),
             checksum=checksum,
             size_bytes=size_bytes,
@@ -142,10 +147,10 @@ class NoOpTrainer(Actor):
         received = await events.next()
         if received is None:
             return
-        event = received.message
-        if isinstance(event, TrainerStarted) and received.seq > self._started_seq and event.start != self._start:
-            raise Fenced(f"trainer incarnation {event.incarnation} started")
         self._history.fold(received.message, received.seq)
+        own = self._started
+        if own is not None and self._history.last_seq >= self._started_seq and self._history.is_replaced(own):
+            raise Fenced(f"trainer incarnation {self._history.incarnation} replaced incarnation {own.incarnation}")
 
     async def _pass_batch(self, batch: Batch, waited_s: float) -> None:
         samples = [sample for ref in batch.groups for sample in self._samples_of(ref)]
@@ -153,6 +158,7 @@ class NoOpTrainer(Actor):
             BatchTrained(
                 step=self._step,
                 incarnation=self._incarnation,
+                start=self._start,
                 num_groups=len(batch.groups),
                 num_samples=len(samples),
                 num_tokens=sum(sample.prompt_len + sample.response_len for sample in samples),
@@ -174,11 +180,16 @@ class NoOpTrainer(Actor):
 
     async def _save(self, path: Path) -> None:
         """Publish checkpoint.saved without writing a file, so that the ledger forgets the earlier batches."""
-        step, incarnation = self._step, self._incarnation
-        self._saved_step = step
-        await self._bus.publish(
-            CheckpointSaved(step=step, incarnation=incarnation, path=str(path), oldest_step=step, took_s=0.0)
+        step = self._saved_step = self._step
+        saved = CheckpointSaved(
+            step=step,
+            incarnation=self._incarnation,
+            start=self._start,
+            path=str(path),
+            oldest_step=step,
+            took_s=0.0,
         )
+        await self._bus.publish(saved)
 
     async def _weights(self) -> tuple[Path, str]:
         """Return the directory that engines load from, and the checksum of its weights."""

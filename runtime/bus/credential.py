@@ -1,6 +1,7 @@
 """The credential of an external client: one file with all that its program needs, and nothing else of the run."""
 
 import datetime
+import ssl
 import tomllib
 from pathlib import Path
 from typing import Annotated, Final
@@ -62,6 +63,20 @@ def read_credential(path: Path) -> Credential:
         ValueError: other users may read it, or its content is invalid. The text shows none of the content.
     """
     try:
-        return msgspec.convert(tomllib.loads(read_private(path)), Credential)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        found = msgspec.convert(tomllib.loads(read_private(path)), Credential)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a credential of this version") from error
+    check_certificate(path, found.certificate)
+    return found
+
+
+def check_certificate(path: Path, certificate: str) -> None:
+    """Check the certificate that a file holds.
+
+    Raises:
+        ValueError: it is not a certificate in PEM.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate)
+    except (ssl.SSLError, TypeError, ValueError) as error:  # a TypeError for a text that is not ASCII
+        raise ValueError(f"{path}: its certificate is not one in PEM") from error

@@ -16,7 +16,7 @@ from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import BusUnavailable, UnknownDecision
 from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.pull import time_of
-from runtime.bus.nats.store import NANOSECONDS, Store
+from runtime.bus.nats.store import Store
 from runtime.bus.reader import LogReader
 from runtime.bus.wire import to_wire
 
@@ -39,8 +39,8 @@ class Received(Generic[MessageT]):
 
     @property
     def unix_time(self) -> float:
-        """The same as Unix time in seconds."""
-        return self._time_ns / NANOSECONDS
+        """The same as Unix time in seconds; both in whole microseconds, as stored and archived events are read."""
+        return self._time_ns // 1000 / 1_000_000
 
     def __repr__(self) -> str:
         return f"Received(seq={self.seq}, pending={self.pending}, message={self.message!r})"

@@ -1,12 +1,11 @@
-"""Reading as an external viewer or auditor: stored messages alone, without a consumer. It writes nothing."""
+"""Reading as an external viewer: stored messages alone, without a consumer. It writes nothing."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from messages import DecodeError, Message, MessageT, Plane, decode, decode_as
+from messages import DecodeError, Message, Plane, decode
 from messages.subjects import check_run_name, inbox_prefix, stream_of
-from runtime.bus.errors import PayloadLost, PayloadUnreadable
 from runtime.bus.events import Received
 from runtime.bus.limits import MIB, BusLimits
 from runtime.bus.nats.connection import Connection, open_connection
@@ -64,47 +63,3 @@ async def viewing(
     inboxes = inbox_prefix(run, name)
     async with open_connection(url, name=name, limits=limits, inboxes=inboxes, certificate=certificate) as connection:
         yield Viewing(connection, run)
-
-
-class Auditing:
-    """Reads the data plane of one run by sequence. Opened by `auditing`."""
-
-    def __init__(self, connection: Connection, run: str) -> None:
-        self._store = Store(connection)
-        self._stream = stream_of(run, Plane.DATA)
-
-    async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT:
-        """Fetch a payload by its sequence.
-
-        Raises:
-            PayloadLost: no message has this sequence: purged, or never stored.
-            PayloadUnreadable: the message cannot be used.
-            BusError: the server does not answer, or refuses.
-        """
-        stored = await self._store.get(self._stream, seq)
-        if stored is None:
-            raise PayloadLost(f"{self._stream} has no message {seq}")
-        try:
-            return decode_as(message_type, stored.data, stored.headers)
-        except DecodeError as error:
-            raise PayloadUnreadable(f"message {seq}: {error}") from error
-
-    async def first_seq(self) -> int:
-        """Return the sequence of the oldest stored message; 0: there is none.
-
-        Raises:
-            BusError: the server does not answer, or refuses.
-        """
-        found = await self._store.after(self._stream, 1, batch=1, max_bytes=BATCH_BYTES)
-        return found[0].seq if found else 0
-
-
-@asynccontextmanager
-async def auditing(
-    url: str, run: str, *, name: str, limits: BusLimits, certificate: str | None = None
-) -> AsyncGenerator[Auditing, None]:
-    """Connect as an auditor for the duration of a block; arguments and errors are those of `viewing`."""
-    check_run_name(run)
-    inboxes = inbox_prefix(run, name)
-    async with open_connection(url, name=name, limits=limits, inboxes=inboxes, certificate=certificate) as connection:
-        yield Auditing(connection, run)

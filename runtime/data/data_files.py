@@ -1,16 +1,18 @@
 """Reads JSONL and Parquet files strictly. Errors name file and place."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from runtime.settings.slices import split_slice
 from runtime.util.formatting import show
 
+T = TypeVar("T")
 BOM: Final = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 BOUNDS: Final = re.compile(r"^@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]$")
@@ -102,12 +104,41 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 def _json_object(text: bytes, place: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return decode_json(text, dict[str, Any])
     except RecursionError:
         raise DataError(f"{place}: lists and objects are nested too deeply") from None
+    except _DoubleKey as error:
+        raise DataError(f"{place}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         excerpt = show(text[:200].decode(errors="replace"))
         raise DataError(f"{place}: not a JSON object: {error}: {excerpt}") from None
+
+
+class _DoubleKey(ValueError):
+    """An object of JSON has a key twice."""
+
+
+def decode_json(text: bytes, expected: type[T]) -> T:
+    """Decode JSON, and refuse a key that an object has twice: JSON readers keep one of the values without a word.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no JSON, or of another type.
+        ValueError: a key is there twice.
+    """
+    value = msgspec.json.decode(text, type=expected)
+    # a lost key takes its quotes with it; a quote may also be written as \u0022
+    if text.count(b'"') != msgspec.json.encode(value).count(b'"') or b"\\u0022" in text:
+        json.loads(text, object_pairs_hook=_each_once)
+    return value
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DoubleKey(f"the key {show(key)} is there twice in one object")
+        found[key] = value
+    return found
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -38,11 +38,13 @@ from runtime.data.dumps import TOPK_COLUMNS, DumpedGroup, DumpedSample
 from runtime.data.tokens import sample_problem
 from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
 from runtime.util.disk import writing
-from runtime.util.files import atomic_file
+from runtime.util.files import atomic_file, path_inside
+from runtime.util.rewards import reward_problem
 
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
 TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
+NEWEST: Final = "samples"  # in a run directory: the dumps of its newest steps, of `observe.samples`
 MAX_LINE_BYTES: Final = 64 * 2**20  # of a sample; a longer line counts as damaged
 SKIPPED_BYTES: Final = 2**20  # of a column at once
 _NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
@@ -82,6 +84,22 @@ def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_b
                 file.write(lines)
 
 
+def keep_newest(directory: Path, num_steps: int) -> None:
+    """Remove the pairs of all steps but the newest ones.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for step in known_steps(directory)[:-num_steps]:
+        for path in (lines_path(directory, step), columns_path(directory, step)):
+            path.unlink(missing_ok=True)
+
+
+def known_steps(directory: Path) -> list[int]:
+    """Return the steps with lines, in order, and unchecked."""
+    return sorted(int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
 def lines_path(directory: Path, step: int) -> Path:
     """Return the path of a step's lines."""
     return directory / f"rollout_{step}.jsonl"
@@ -96,14 +114,27 @@ def steps_in(directory: Path) -> list[int]:
     """Return the steps with a pair, in order.
 
     Raises:
-        DumpError: there is no such directory, or no pair in it.
+        DumpError: there is no such directory, no pair in it, or a file of a pair is a link that leads out of it, or no
+            regular file.
     """
     if not directory.is_dir():
         raise DumpError(f"{directory}: no such directory")
-    steps = sorted(int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+    steps = known_steps(directory)
     if not steps:
         raise DumpError(f"{directory}: no rollout_<step>.jsonl in this directory")
+    for step in steps:
+        for path in (lines_path(directory, step), columns_path(directory, step)):
+            _check_file(directory, path)
     return steps
+
+
+def _check_file(directory: Path, path: Path) -> None:
+    try:
+        path_inside(directory, path.name)
+    except (ValueError, OSError) as error:
+        raise DumpError(f"{path}: {error}") from error
+    if path.exists() and not path.is_file():
+        raise DumpError(f"{path}: is not a regular file")
 
 
 def told_by_of(directory: Path, step: int) -> tuple[int, int] | None:
@@ -155,12 +186,24 @@ def sample_lines(path: Path, begin: int = 0, num: int | None = None) -> Iterator
                 if len(line) > MAX_LINE_BYTES:
                     raise DumpError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB")
                 try:
-                    yield decoder.decode(line), at
+                    sample = decoder.decode(line)
                 except (msgspec.DecodeError, RecursionError) as error:
                     raise DumpError(f"{where}: {error}") from error
+                _check_rewards(sample, where)
+                yield sample, at
                 at += len(line)
     except OSError as error:
         raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_rewards(sample: DumpedSample, where: str) -> None:
+    """Refuse a line with a number that can be no reward, as a grader's answer is refused."""
+    named = {"reward": sample.reward, "baseline_reward": sample.baseline_reward}
+    named |= {f"rewards.{name}": value for name, value in sample.rewards.items()}
+    for name, value in named.items():
+        if value is not None and (problem := reward_problem(value)) is not None:
+            which = f"sample {sample.index} of group {sample.group_id}"
+            raise DumpError(f"{where}: {which} has {name} = {value}, {problem}")
 
 
 def check_columns(directory: Path, step: int, num_samples: int) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from messages.plain import check_plain
-from runtime.data.data_files import DataError, Record, read_records
+from runtime.data.chat import plain_messages
+from runtime.data.data_files import DataError, Record, decode_json, read_records
 from runtime.settings.tables.prompts import DataConfig
 from runtime.util.formatting import show
 
@@ -109,8 +110,7 @@ def _response(columns: Mapping[str, Any], key: str | None, setting: str) -> str 
         raise ValueError(f"{key} = {show(value)}: expected a string or a list of chat messages") from None
     if not response:
         raise ValueError(f"{key} is empty")
-    _check_roles(response, key)
-    return response
+    return response if isinstance(response, str) else plain_messages(response, key)
 
 
 def _prompt(columns: Mapping[str, Any], data: DataConfig, *, is_optional: bool) -> str | list[dict[str, Any]]:
@@ -121,19 +121,11 @@ def _prompt(columns: Mapping[str, Any], data: DataConfig, *, is_optional: bool) 
         prompt = msgspec.convert(value, str | list[dict[str, Any]])
     except msgspec.ValidationError:
         raise ValueError(f"{data.input_key} = {show(value)}: expected a string or a list of chat messages") from None
-    if not prompt:
+    if not prompt or (data.apply_chat_template and isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{data.input_key} is empty")
     if not data.apply_chat_template and not isinstance(prompt, str):
         raise ValueError(f"{data.input_key} is a list of chat messages: set apply_chat_template = true")
-    _check_roles(prompt, data.input_key)
-    return prompt
-
-
-def _check_roles(turns: str | list[dict[str, Any]], key: str) -> None:
-    """Refuse messages in another form, such as with `from` and `value`: templates render them as nothing."""
-    for number, turn in enumerate(turns if isinstance(turns, list) else ()):
-        if not isinstance(turn.get("role"), str) or not turn["role"]:
-            raise ValueError(f"{key}: message {number} has no role, but {', '.join(turn) or 'nothing'}")
+    return prompt if isinstance(prompt, str) else plain_messages(prompt, data.input_key)
 
 
 def _parsed(value: Any, key: str, expected: Any) -> Any:
@@ -141,7 +133,7 @@ def _parsed(value: Any, key: str, expected: Any) -> Any:
     if value is None or value == "":
         return None
     try:
-        return msgspec.json.decode(value, type=expected) if isinstance(value, str) else msgspec.convert(value, expected)
+        return decode_json(value.encode(), expected) if isinstance(value, str) else msgspec.convert(value, expected)
     except msgspec.MsgspecError as error:
         kind = "an object" if expected == dict[str, Any] else "a list of objects"
         raise ValueError(f"{key} = {show(value)}: expected {kind}, or a string with its JSON ({error})") from None

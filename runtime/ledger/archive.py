@@ -5,8 +5,8 @@ After a crash before the purge, a range is in the archive and in the log. Reader
 """
 
 import gzip
-import os
 import re
+import uuid
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -82,7 +82,7 @@ async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int
         BusUnavailable: the log cannot be read.
     """
     directory = run_dir / ARCHIVE
-    partial = directory / f"{os.getpid()}{PARTIAL}"
+    partial = directory / f"{uuid.uuid4().hex}{PARTIAL}"  # two nodes that share the directory may have equal pids
     first, last, num_events = 0, 0, 0
     await to_thread.run_sync(_make_directory, directory)
     with gzip.open(partial, "wb", LEVEL) as file:

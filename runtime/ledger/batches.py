@@ -23,6 +23,7 @@ from runtime.ledger.state import (
     Group,
     LedgerState,
     Stage,
+    in_log_order,
     oldest_version,
 )
 from runtime.ledger.steps import Batch, Settled, StepChange, StepEvent, TakenBack, advance
@@ -37,7 +38,7 @@ def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
     if batch is None:
         return ()
     kept = tuple(ref for ref in batch.groups if _is_kept(state, ref))
-    if not kept or not state.takes_batch(event.step):
+    if not kept or not state.takes_batch(batch):
         return ()
     groups = tuple(state.groups[ref.group_id] for ref in kept if ref.group_id >= state.first_group)
     for group in groups:
@@ -54,7 +55,7 @@ def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
 
 def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:
     """Pass over the spare groups and those that the selection did not choose."""
-    passed_over = list(state.in_stage(Stage.SPARE).values())
+    passed_over = in_log_order(state.in_stage(Stage.SPARE).values())
     for group_id in event.passed_over:
         group = state.groups.get(group_id)
         if group is not None and group.stage is Stage.READY:
@@ -75,7 +76,11 @@ def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
 
 def take_step(state: LedgerState, event: StepEvent, seq: int) -> tuple[StepChange, ...]:
     """Apply an event of the trainer: settle groups of trained batches, give back groups of lost batches."""
+    saved = state.checkpoint_step
     changes = advance(state, event)
+    if state.checkpoint_step > saved:
+        state.checkpoint_seq = seq
+    state.snapshot_step = min(state.snapshot_step, state.checkpoint_step)
     for change in changes:
         if isinstance(change, TakenBack):
             _give_back(state, change, seq)

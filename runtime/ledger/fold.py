@@ -66,7 +66,7 @@ __all__ = [
     "in_flight",
 ]
 
-FOLD_VERSION: Final = 21  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 23  # raised when the same log folds to another state; older snapshots are then ignored
 
 PART: Final = 512  # groups of an issue that are folded at a time, in about 2 ms
 MAX_DIGITS: Final = 20  # of a group id in a subject
@@ -143,6 +143,8 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
             return end_attempt(state, event, seq)
         case VerdictGiven():
             return judge(state, event)
+        case GroupsIssued() | RunFinished() | RunFailed() if event.incarnation < state.incarnation:
+            return ()  # of a replaced buffer, stored again; other decisions of it have no effect anyway
         case GroupsIssued():
             return issue(state, event)
         case BufferStarted():
@@ -167,7 +169,9 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
 
 def _start(state: LedgerState, event: BufferStarted) -> tuple[Change, ...]:
     """Begin a buffer's incarnation. Its recipe may have gained or lost a filter."""
-    state.incarnation = max(state.incarnation, event.incarnation)
+    if event.incarnation <= state.incarnation:
+        return ()
+    state.incarnation = event.incarnation
     if state.gave_up is not None:  # after a restart, only spare groups still count as barren
         state.barren = len(state.in_stage(Stage.SPARE))
     state.finished, state.gave_up = None, None
@@ -190,7 +194,8 @@ def _note(
         case WeightsAnnounced():
             _announce(state, event)
         case SnapshotTaken():
-            if event.fold_version == FOLD_VERSION:  # else unusable: the buffer takes a new snapshot
+            # else it is unusable or older than the checkpoint: the buffer takes a new snapshot
+            if event.fold_version == FOLD_VERSION and event.covers >= state.checkpoint_seq:
                 state.snapshot_step = state.checkpoint_step
         case RunFinished():
             state.finished = event.reason
@@ -200,7 +205,7 @@ def _note(
 
 def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
     """Record new weights, unless a replaced trainer announced them: its successor trains other weights."""
-    if event.version <= state.version or state.is_replaced(event.incarnation):
+    if event.version <= state.version or state.is_replaced(event):
         return
     state.version, state.version_step = event.version, event.step
     if state.evaluation is not None:

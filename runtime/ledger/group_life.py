@@ -70,7 +70,8 @@ class GroupLife:
                 task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
                 return event if task == str(self.group_id) else None
             case BatchTrained():
-                return self._own_of(event) if event.step in self._steps else None
+                counts = event.step in self._steps and not self._ledger.is_replaced(event)
+                return self._own_of(event) if counts else None
             case _:
                 return event if implied or self.kept_without_verdict else None
 

@@ -15,7 +15,17 @@ from messages import (
 )
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.spills import spilled_samples, take_increments
-from runtime.ledger.state import COMPLETED, IN_FLIGHT, POOLED, READY, Group, GroupOutcome, LedgerState, Stage
+from runtime.ledger.state import (
+    COMPLETED,
+    IN_FLIGHT,
+    POOLED,
+    READY,
+    Group,
+    GroupOutcome,
+    LedgerState,
+    Stage,
+    in_log_order,
+)
 
 MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
 OTHER_REASONS: Final = "other reasons"
@@ -44,7 +54,7 @@ def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
 def set_verdicts(state: LedgerState, *, needed: bool) -> tuple[Change, ...]:
     """Set whether completed groups wait for a verdict. Without a filter, those that wait are kept."""
     state.verdicts = needed
-    waiting = () if needed else tuple(state.in_stage(Stage.COMPLETED).values())
+    waiting = () if needed else in_log_order(state.in_stage(Stage.COMPLETED).values())
     return tuple(_keep(state, group) for group in waiting)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import cached_property
 from typing import Final, Literal
@@ -138,6 +139,11 @@ def oldest_version(group: Group) -> int:
     return min(group.min_version, group.oldest_version or group.min_version)
 
 
+def in_log_order(groups: Iterable[Group]) -> list[Group]:
+    """Sort groups by the events that ended their attempts. The order of an index is lost in a restart."""
+    return sorted(groups, key=lambda group: (group.event_seq, group.group_id))
+
+
 class Index:
     """Live groups by stage and counts, so that nothing needs to scan all groups. Derived, never stored."""
 
@@ -178,7 +184,7 @@ class Index:
             _add(self.versions, version, 1)
 
     def of(self, stage: Stage) -> dict[int, Group]:
-        """The groups of a stage by id, in the order in which they entered it."""
+        """The groups of a stage by id, in any order."""
         return self._by_stage[stage]
 
     def _count(self, group: Group, change: int) -> None:
@@ -198,7 +204,6 @@ class LedgerState(Steps, kw_only=True, dict=True):
     """The state that the log folds to."""
 
     last_seq: int = 0  # log sequence of the last folded event
-    incarnation: int = 0  # of the buffer that owns the ledger
     verdicts: bool = True  # whether completed groups wait for a verdict; False: they are kept at once
     tells_source: bool = False  # whether outcomes are kept for a data source with a state
     outcomes: tuple[GroupOutcome, ...] = ()  # that the source does not have yet, in the order of the log
@@ -224,7 +229,8 @@ class LedgerState(Steps, kw_only=True, dict=True):
     version: int = 0  # newest announced weight version, 0 before the first
     version_step: int = 0  # train steps in these weights
     version_steps: dict[int, int] = {}  # train steps by version, for each version of a live group's or batch's tokens
-    snapshot_step: int = -1  # checkpoint step at the newest snapshot
+    checkpoint_seq: int = 0  # log sequence of the newest checkpoint's event
+    snapshot_step: int = -1  # checkpoint step in the newest snapshot
     evaluation: Evaluation | None = None
     eval_step: int = -1  # newest evaluated step
     barren: int = 0  # groups of the open round that were dropped or failed
@@ -252,7 +258,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
         return Index(self.groups)
 
     def in_stage(self, stage: Stage) -> dict[int, Group]:
-        """The groups of a stage by id, in the order in which they entered it."""
+        """The groups of a stage by id, in any order: a restart builds the index anew."""
         return self.index.of(stage)
 
     def enter(self, group: Group) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
+_HUGE: Final = 1e300  # a larger integer is no float
 _OF_YARN: Final = (
     "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast beta_slow "
     "mscale mscale_all_dim"
@@ -69,13 +70,13 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Ro
         ValueError: a key is unsupported; the text names it.
     """
     parameters: dict[str, Any] = dict(keys.rope_scaling or {}) | dict(keys.rope_parameters or {})
-    theta = float(parameters.get("rope_theta") or keys.rope_theta or 10000.0)
-    if not (math.isfinite(theta) and theta > 0):
+    theta = _number(parameters, "rope_theta", keys.rope_theta or 10000.0)
+    if not theta > 0:
         raise ValueError(f"rope_theta {theta} is not a positive number")
     given = parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
     if share == 1.0 and given not in (None, 1.0):
         raise ValueError("partial_rotary_factor other than 1 is not supported")
-    share = share if given is None else float(given)
+    share = share if given is None else _number({"partial_rotary_factor": given}, "partial_rotary_factor")
     kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
     kind = next((kind for kind in kinds if kind != "default"), "default")
     if kind == "default":
@@ -93,16 +94,30 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Ro
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    return parameters.get("rope_type", parameters.get("type", "default"))
+    return str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def _number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a parameter as a float; the default if it is absent, null or 0.
+
+    Raises:
+        KeyError: it is absent and has no default.
+        ValueError: it is not a finite number.
+    """
+    value = parameters[key] if default is None else parameters.get(key) or default
+    number = float(value) if isinstance(value, int | float) and abs(value) < _HUGE else math.nan
+    if math.isnan(number):
+        raise ValueError(f"{key} {value!r} is not a finite number")
+    return number
 
 
 def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
     return Rope(
         theta=theta,
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_position=int(parameters["original_max_position_embeddings"]),
+        factor=_number(parameters, "factor"),
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+        original_max_position=int(_number(parameters, "original_max_position_embeddings")),
     )
 
 
@@ -110,14 +125,14 @@ def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
     """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and DeepSeek (yarn_apply_mscale) do."""
     if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
         raise ValueError(f"{other[0]} of rope_type 'yarn' is not supported: it may change what the model computes")
-    mscale, all_dim = (float(parameters.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
+    mscale, all_dim = (_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         raise ValueError("mscale_all_dim of rope_type 'yarn' is not supported without mscale")
     yarn = Yarn(
-        factor=float(parameters["factor"]),
-        original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-        beta_fast=float(parameters.get("beta_fast") or 32.0),
-        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        factor=_number(parameters, "factor"),
+        original_max_position_embeddings=int(_number(parameters, "original_max_position_embeddings")),
+        beta_fast=_number(parameters, "beta_fast", 32.0),
+        beta_slow=_number(parameters, "beta_slow", 1.0),
         mscale=mscale if all_dim else 1.0,  # has no effect alone
         mscale_all_dim=all_dim,
     )

@@ -6,14 +6,26 @@ the same model, which is the checkpoint's.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from runtime.models.attention import MLA_KEYS, DeepseekV3Attention, MlaConfig, Rope, RopeKeys, read_rope
+from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, has_file, read_json
 from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
+from runtime.models.safetensors import MAX_TENSORS
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
+LARGEST: Final = {  # by key of config.json; a larger value is taken for a mistake, or for an attack on memory
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 2048),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 4096),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1 << 14),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1 << 14),
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 1 << 22
+    ),
+    "vocab_size": 1 << 24,
+}
 
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, Hugging Face names
@@ -27,6 +39,7 @@ ARCHITECTURES: Final = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+SAME_AS: Final = {"kimi_k2": "deepseek_v3"}  # model types with the architecture of another one
 CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")  # the same model with a value head
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens, sampling and runtime options
@@ -42,11 +55,8 @@ WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens
         "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
     ).split()
 )
+OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
 NOTES: Final = ("_", "unsloth_")  # prefixes of keys that tools add
-
-
-class ModelError(ValueError):
-    """A model directory cannot be used. The text names the file and the error."""
 
 
 class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
@@ -129,19 +139,22 @@ def read_model(directory: Path) -> ModelDescription:
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
-    kind = _decode(directory / "config.json", _Kind)
-    keys = _decode(directory / "config.json", dict[str, Any])
-    generation = directory / "generation_config.json"
-    eos = _decode(generation, _Eos).eos_token_id if generation.is_file() else None
+    kind = read_json(directory, CONFIG, _Kind)
+    keys = read_json(directory, CONFIG, dict[str, Any])
+    has_generation = has_file(directory, GENERATION_CONFIG)
+    eos = read_json(directory, GENERATION_CONFIG, _Eos).eos_token_id if has_generation else None
     try:
         architecture = _architecture(kind)
         _refuse_unknown(keys, architecture)
-        raw = _decode(directory / "config.json", ConfigKeys)
+        _refuse_large(keys)
+        raw = read_json(directory, CONFIG, ConfigKeys)
         of_experts, of_mla = EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture)
-        experts = None if of_experts is None else _decode(directory / "config.json", of_experts)
-        mla = None if of_mla is None else _decode(directory / "config.json", of_mla)
+        experts = None if of_experts is None else read_json(directory, CONFIG, of_experts)
+        mla = None if of_mla is None else read_json(directory, CONFIG, of_mla)
+        shape = _shape(raw, architecture, experts, mla)
+        _refuse_many_tensors(shape)
         return ModelDescription(
-            shape=_shape(raw, architecture, experts, mla),
+            shape=shape,
             max_context=raw.max_position_embeddings,
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
@@ -151,7 +164,7 @@ def read_model(directory: Path) -> ModelDescription:
     except ModelError:
         raise
     except ValueError as error:
-        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+        raise ModelError(f"{directory / CONFIG}: {error}") from error
 
 
 def read_dense_model(directory: Path) -> ModelDescription:
@@ -163,27 +176,15 @@ def read_dense_model(directory: Path) -> ModelDescription:
     model = read_model(directory)
     if model.shape.mla is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the tiny engine does not support multi-latent attention "
+            f"{directory / CONFIG}: the tiny engine does not support multi-latent attention "
             f'({model.shape.architecture}); use kind = "sglang"'
         )
     if model.shape.experts is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the tiny engine does not support a mixture of experts "
+            f"{directory / CONFIG}: the tiny engine does not support a mixture of experts "
             f'({model.shape.architecture} with {model.shape.experts.num_experts} experts); use kind = "sglang"'
         )
     return model
-
-
-T = TypeVar("T")
-
-
-def _decode(file: Path, struct: type[T]) -> T:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=struct)
-    except OSError as error:
-        raise ModelError(f"{file}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{file}: {error}") from error
 
 
 def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
@@ -222,17 +223,19 @@ def _shape(
 
 
 def _architecture(raw: _Kind) -> str:
+    model_type = SAME_AS.get(raw.model_type, raw.model_type)
     if raw.architectures is None:
-        if raw.model_type not in ARCHITECTURES:
-            raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-        return ARCHITECTURES[raw.model_type]
+        if model_type not in ARCHITECTURES:
+            supported = ", ".join((*ARCHITECTURES, *SAME_AS))
+            raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {supported}")
+        return ARCHITECTURES[model_type]
     architecture = raw.architectures[0] if raw.architectures else "missing"
     for kind in CLASSIFIERS:
         architecture = architecture.replace(kind, "ForCausalLM")
     if architecture not in ARCHITECTURES.values():
         known = ", ".join(sorted(ARCHITECTURES.values()))
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")
-    if raw.model_type and ARCHITECTURES.get(raw.model_type) != architecture:
+    if model_type and ARCHITECTURES.get(model_type) != architecture:
         raise ValueError(f"model_type {raw.model_type!r} does not match architecture {architecture}")
     return architecture
 
@@ -245,6 +248,24 @@ def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
         known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
         if not known and value is not None and value is not False:
             raise ValueError(f"{key} is not supported: it may change what the model computes")
+
+
+def _refuse_large(keys: Mapping[str, Any]) -> None:
+    """Refuse a size that no model has, before anything is computed from it."""
+    for key, most in LARGEST.items():
+        value = keys.get(key)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{key} {value} is not supported; supported: at most {most:,}")
+
+
+def _refuse_many_tensors(shape: ModelShape) -> None:
+    experts = shape.experts
+    num_experts = 0 if experts is None else experts.num_experts
+    if shape.num_layers * (OF_LAYER + OF_EXPERT * num_experts) > MAX_TENSORS:
+        raise ValueError(
+            f"num_hidden_layers {shape.num_layers} with {num_experts} experts is not supported; supported: layers with "
+            f"at most {MAX_TENSORS:,} tensors together"
+        )
 
 
 def _head_dim(raw: ConfigKeys, architecture: str) -> int:

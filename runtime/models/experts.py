@@ -42,7 +42,7 @@ class Qwen3MoeKeys(msgspec.Struct, frozen=True):
         """
         if self.decoder_sparse_step < 1:
             raise ValueError(f"decoder_sparse_step {self.decoder_sparse_step} is not positive")
-        dense = self.mlp_only_layers or ()
+        dense = frozenset(self.mlp_only_layers or ())
         layers = tuple(
             index not in dense and (index + 1) % self.decoder_sparse_step == 0
             for index in range(self.num_hidden_layers)

@@ -1,24 +1,28 @@
 """Reads safetensors checkpoints: their files, headers and tensors. Tensors are memory-mapped one at a time."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from runtime.util.files import path_inside
+from runtime.models.directory import ModelError, decoded, file_of, has_file, read
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
+MAX_HEADER_BYTES: Final = 32 << 20  # of a file, or of an index; the format allows 100 MB, which takes gigabytes to read
+MAX_TENSORS: Final = 500_000  # of a checkpoint; the largest known one has 140,000
 METADATA: Final = "__metadata__"  # an entry of the header that is not a tensor
 _LENGTH_BYTES: Final = 8  # of the header's length at the start of a file
 ITEM_BYTES: Final = {  # bytes per number, by safetensors dtype
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
 
 
 class StoredTensor(NamedTuple):
@@ -53,11 +57,12 @@ def safetensors_files(directory: Path) -> list[Path]:
         FileNotFoundError: the directory has neither a file nor an index, or a shard is missing.
         ValueError: the index is malformed, or a file is outside the directory.
     """
-    if (directory / INDEX_FILE).is_file():
+    if has_file(directory, INDEX_FILE):
         return sorted(set(shards_by_tensor(directory).values()))
-    if not (directory / SINGLE_FILE).is_file():
+    single = file_of(directory, SINGLE_FILE)
+    if single is None:
         raise FileNotFoundError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-    return [path_inside(directory, SINGLE_FILE)]
+    return [single]
 
 
 def shards_by_tensor(directory: Path) -> dict[str, Path]:
@@ -67,22 +72,27 @@ def shards_by_tensor(directory: Path) -> dict[str, Path]:
         FileNotFoundError: a shard is missing.
         ValueError: the index is malformed, or names a file outside the directory.
     """
-    index = path_inside(directory, INDEX_FILE)
-    try:
-        weight_map: dict[str, Any] = dict(json.loads(index.read_bytes())["weight_map"].items())
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("weight_map must map names of tensors to names of files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: not an index of safetensors shards: {error!r}") from error
+    weight_map = _weight_map(directory)
     files: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
         try:
-            files[name] = path_inside(directory, name)
-        except ValueError as error:
-            raise ValueError(f"{index}: {error}") from error
-        if not files[name].is_file():
-            raise FileNotFoundError(f"{files[name]}: no such file, though {INDEX_FILE} names it")
+            found = file_of(directory, name)
+        except ModelError as error:
+            raise ModelError(f"{directory / INDEX_FILE}: {error}") from error
+        if found is None:
+            raise FileNotFoundError(f"{directory / name}: no such file, though {INDEX_FILE} names it")
+        files[name] = found
     return {tensor: files[name] for tensor, name in weight_map.items()}
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    content = read(directory, INDEX_FILE, MAX_HEADER_BYTES)
+    if content.count(b":") > 2 * MAX_TENSORS:  # before it is decoded
+        raise ModelError(f"{directory / INDEX_FILE}: names more than {MAX_TENSORS:,} tensors")
+    try:
+        return decoded(content, _Index).weight_map
+    except ValueError as error:
+        raise ModelError(f"{directory / INDEX_FILE}: not an index of safetensors shards: {error}") from error
 
 
 def read_files(directory: Path) -> list[StoredFile]:
@@ -92,7 +102,14 @@ def read_files(directory: Path) -> list[StoredFile]:
         FileNotFoundError: a file is missing.
         ValueError: a file is not in the safetensors format, or is truncated; names the file.
     """
-    return [read_file(file) for file in safetensors_files(directory)]
+    found: list[StoredFile] = []
+    num_tensors = 0
+    for path in safetensors_files(directory):
+        found.append(read_file(path))
+        num_tensors += len(found[-1].tensors)
+        if num_tensors > MAX_TENSORS:
+            raise ModelError(f"{directory}: its weights have more than {MAX_TENSORS:,} tensors")
+    return found
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -110,26 +127,31 @@ def read_file(file: Path) -> StoredFile:
     try:
         with file.open("rb") as opened:
             start = _LENGTH_BYTES + int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            if not _LENGTH_BYTES < start <= min(size_bytes, MAX_HEADER_BYTES):
+            if not _LENGTH_BYTES < start <= size_bytes:
                 raise ValueError("no header")
-            header = msgspec.json.decode(opened.read(start - _LENGTH_BYTES), type=dict[str, msgspec.Raw])
-        tensors = sorted(_tensors(file, start, header), key=lambda tensor: (tensor.begin, tensor.name))
+            if start > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {start:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
+            content = opened.read(start - _LENGTH_BYTES)
+        tensors = sorted(_tensors(file, start, content), key=lambda tensor: (tensor.begin, tensor.name))
         _check_offsets(tensors, start, size_bytes)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: not a safetensors file: {error}") from error
     return StoredFile(file, start, tuple(tensors))
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]  # from the end of the header
+    dtype: str = ""  # of a tensor, all three have a value
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] | None = None  # from the end of the header
 
 
-def _tensors(file: Path, start: int, header: dict[str, msgspec.Raw]) -> Iterator[StoredTensor]:
-    for name, raw in header.items():
+def _tensors(file: Path, start: int, header: bytes) -> Iterator[StoredTensor]:
+    if header.count(b"{") > MAX_TENSORS + 2:  # before it is decoded
+        raise ValueError(f"its header names more than {MAX_TENSORS:,} tensors")
+    for name, entry in decoded(header, dict[str, _Entry]).items():
         if name != METADATA:
-            entry = msgspec.json.decode(raw, type=_Entry)
+            if entry.data_offsets is None or not entry.dtype:
+                raise ValueError(f"{name} has no dtype or no data_offsets")
             begin, end = entry.data_offsets
             yield StoredTensor(name, entry.dtype, entry.shape, file, start + begin, end - begin)
 

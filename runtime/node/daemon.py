@@ -26,8 +26,9 @@ from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnr
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE
+from runtime.node.claims.started import note_start
 from runtime.node.copying import COPIES, LocalCopies
-from runtime.node.display import Show, page_lines
+from runtime.node.display import Show
 from runtime.node.environment import environment_of, with_secrets
 from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
@@ -35,10 +36,11 @@ from runtime.node.join import JOIN_FILE
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import OtherNodes
 from runtime.node.outage import Outage, explains_silence, watch_bus
+from runtime.node.page_url import page_lines
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
-from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready
+from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready, Silent
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import Tier
@@ -85,6 +87,7 @@ class NodeDaemon:
     ) -> None:
         self._plan = plan
         self._disk_timeout_s = disk_timeout_s
+        self._is_terminal = rewrite is not None
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
         self._supervision = Supervision(
@@ -169,7 +172,8 @@ class NodeDaemon:
                 url = ""  # it starts or ends
             if url and url != shown:
                 shown = url
-                for line in page_lines(url.strip()):
+                lines = page_lines(url.strip(), self._plan.run, self._plan.run_dir, shows_secret=self._is_terminal)
+                for line in lines:
                     self._show(line)
             await anyio.sleep(PAGE_EVERY_S)
 
@@ -270,6 +274,7 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+            await note_start(plan.run_dir, run_id)
             if plan.owns_streams:
                 await bus.ensure_score_queues(plan.graders)
             if self._bus_url is not None:
@@ -414,6 +419,9 @@ class NodeDaemon:
                 elif not self._ending.is_set() and not self._others.goes_on_without(change):
                     self._end(RunEnd(finished=False, failure=change))
                 return
+            case Silent():
+                self._show(_silence_line(change))
+                return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
                 login = None if self._plan.server is None else self._plan.server.login
                 scheme = "nats" if self._certificate is None else "tls"
@@ -481,3 +489,12 @@ async def _first_of(*events: anyio.Event) -> None:
 
         for event in events:
             tasks.start_soon(wait, event)
+
+
+def _silence_line(change: Silent) -> str:
+    name, limit_s = change.spec.name, change.spec.unresponsive_after_s
+    if change.answers:
+        return f"{name} answers again, after about {change.silent_s:.0f} s"
+    return (
+        f"{name} has shown no sign of life for {change.silent_s:.0f} s; after {limit_s:g} s it is killed and restarted"
+    )

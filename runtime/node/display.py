@@ -1,6 +1,5 @@
 """Prints lines in a background task, so that no caller waits for a terminal."""
 
-import socket
 import time
 from collections.abc import Callable
 
@@ -105,10 +104,3 @@ class Display:
                     self._put(self._reprint, self._progress(time.time()))
             elif anyio.current_time() - self._shown_at >= self._heartbeat_s:
                 self.show(self._progress(time.time()))
-
-
-def page_lines(url: str) -> list[str]:
-    """Return the lines about a page of this machine at a URL."""
-    place = url.partition("//")[2].partition("/")[0]
-    port = place.rpartition(":")[2]
-    return [f"page      {url}", f"from another machine, first: ssh -L {port}:{place} {socket.gethostname()}"]

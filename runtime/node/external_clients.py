@@ -186,17 +186,17 @@ def join_of(run: FoundRun) -> Join:
     if run.bus_url is not None:
         raise NotListening(
             f"run {run.name} uses the NATS server at {without_logins(run.bus_url)} (bus.url): its owner gives the "
-            "credentials; the accounts that it needs are in docs/run/nats-cluster.md"
-        )
-    if len(run.addresses) <= 1 and all(one is None or is_loopback(one) for one in run.addresses.values()):
-        node = next(iter(run.addresses), SOLE_NODE)
-        raise NotListening(
-            f"run {run.name} listens on this machine alone: set nodes.{node}.address to an address that external "
-            'clients reach, or to "auto", and start the run again'
+            "credentials; the accounts that it needs are in docs/run/nats/accounts.conf"
         )
     try:
         return read_join(run.directory / JOIN_FILE)
     except FileNotFoundError:
+        if len(run.addresses) <= 1 and all(one is None or is_loopback(one) for one in run.addresses.values()):
+            node = next(iter(run.addresses), SOLE_NODE)
+            raise NotListening(
+                f"run {run.name} accepts no external clients: set nodes.{node}.address to an address that they reach, "
+                'or to "auto", or, for graders on this machine, name them in reward.external; then start the run again'
+            ) from None
         raise NotListening(
             f"run {run.name} has not started with an address yet ({run.directory / JOIN_FILE} is missing): start it"
         ) from None

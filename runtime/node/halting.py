@@ -7,7 +7,9 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallRefused, CallTimeout, NotServed
 from runtime.node.claims.claim import kept_unclaimed
 from runtime.node.reopen import LIMITS, FoundRun, certificate_in, url_in
+from runtime.settings.reading.foreign import TRUST
 from runtime.util.formatting import count_of
+from runtime.util.import_path import command_name
 
 ANSWER_S: Final = 15.0
 BUFFER: Final = "buffer"
@@ -20,7 +22,7 @@ class NotHalted(Exception):
 def may_halt(run: FoundRun) -> bool:
     """Whether this user may read the login of the run's nodes. Without it the server refuses the call."""
     try:
-        return url_in(run.directory) is not None or run.bus_url is not None
+        return not run.foreign and (url_in(run.directory) is not None or run.bus_url is not None)
     except OSError:
         return False
 
@@ -39,7 +41,8 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
         async with Bus.connect(url, run.name, name="halt", limits=LIMITS, certificate=certificate) as bus:
             answer = await bus.call(BUFFER, HaltRequested(), HaltAnswered, timeout_s=ANSWER_S)
     except CallTimeout as error:
-        raise NotHalted(f"no answer, so the round may be halted or not (bin/ledger {run.name}): {error}") from error
+        ledger = f"{command_name('ledger')} {run.name}"
+        raise NotHalted(f"no answer, so the round may be halted or not ({ledger}): {error}") from error
     except NotServed as error:
         raise NotHalted(
             f"the buffer of {run.name} does not run: the run is over, or it restarts (try again)"
@@ -55,6 +58,8 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
 
 def _bus_of(run: FoundRun) -> str:
     """Return the URL of a live run's bus, with the login of its nodes."""
+    if run.foreign:
+        raise NotHalted(f"{run.directory} may be a stranger's: {TRUST} calls the bus that it names")
     url = url_in(run.directory) or run.bus_url
     with kept_unclaimed(run.directory) as unclaimed:
         is_over = run.bus_url is None and unclaimed

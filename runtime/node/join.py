@@ -9,17 +9,19 @@ import anyio
 import msgspec
 
 from runtime.bus.bus import Bus
+from runtime.bus.credential import check_certificate
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.node.claims.run_id import KEY, IdOnBus, RunMismatch, id_in
 from runtime.process.logs import silenced
 from runtime.util.files import write_atomically
+from runtime.util.import_path import command_name
 from runtime.util.secrets import Login, Secret, read_private, with_login
 
 JOIN_FILE: Final = "join.toml"  # in the run directory, readable by its owner only
 LOOK_AGAIN_S: Final = 0.5
 LIMITS: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
-HEAD: Final = "# How other nodes join this run: bin/start-topology FILE --node NAME --join join.toml. Keep it secret."
+HEAD: Final = "# How other nodes join this run: %s FILE --node NAME --join join.toml. Keep it secret."
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +63,7 @@ def write_join(path: Path, join: Join) -> None:
     """
     fields = msgspec.structs.asdict(join).items()
     lines = [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in fields]  # JSON strings are TOML strings
-    write_atomically(path, "\n".join([HEAD, *lines, ""]).encode())
+    write_atomically(path, "\n".join([HEAD % command_name("start-topology"), *lines, ""]).encode())
 
 
 def read_join(path: Path) -> Join:
@@ -72,9 +74,11 @@ def read_join(path: Path) -> Join:
         ValueError: other users may read it, or its content is invalid. The text shows none of the content.
     """
     try:
-        return msgspec.convert(tomllib.loads(read_private(path)), Join)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        found = msgspec.convert(tomllib.loads(read_private(path)), Join)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a join file of this version") from error
+    check_certificate(path, found.certificate)
+    return found
 
 
 async def joined(

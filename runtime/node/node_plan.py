@@ -30,6 +30,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     step_groups: int = 0  # prompt groups of a train step; 0: unknown
     graded: bool = True  # samples have scores; demonstrations have none
+    random_init: bool = False  # the model begins with random weights
     router: str = ""  # what chooses the engines of requests; "": the run sends none
     started: float  # Unix time of the command
     processes: tuple[ProcessSpec, ...]
@@ -52,7 +53,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true on the node that owns the streams
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
-    bus_unresponsive_after_s: float = 60.0
+    bus_unresponsive_after_s: float = 15.0
     stream_bytes: int = 0  # maximum size of the streams in the run directory
     min_free_bytes: int = 0  # of the run directory's disk; below it the run stops in order
 

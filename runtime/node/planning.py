@@ -9,7 +9,7 @@ import msgspec
 
 from runtime.bus.nats.accounts import NODE_USER
 from runtime.bus.nats.certificate import own_certificate
-from runtime.bus.nats.server import ServerSettings
+from runtime.bus.nats.server import SYNC_INTERVAL, ServerSettings
 from runtime.node.claims.claim import Claim
 from runtime.node.claims.rundir import NODE_TOPOLOGY_FILE, RunRefused, raise_incarnation
 from runtime.node.join import Join
@@ -77,6 +77,7 @@ def plan_of(
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
         graded=not trains_demonstrations(topology),
+        random_init=topology.model.random_init,
         router="" if pool is None or answers_are_recorded(topology) else chooser_of(pool),
         started=_command_started(),
         processes=tuple(specs_of(topology, options.node, claim.run_dir)),
@@ -101,7 +102,7 @@ def plan_of(
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
         min_free_bytes=min_free_bytes(topology),
-        bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
+        bus_unresponsive_after_s=topology.bus.unresponsive_after_s,
     )
 
 
@@ -117,6 +118,7 @@ def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> S
         certificate=None if address is None else own_certificate(run_dir / BUS_DIRECTORY),
         max_payload=stream_sizes(topology).max_payload_bytes,
         max_file_store=STORE_BOUND,
+        sync_interval="always" if topology.bus.sync == "always" else SYNC_INTERVAL,
         login=Login(user=NODE_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
     )
 

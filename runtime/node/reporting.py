@@ -161,7 +161,7 @@ class Reporting:
 
     async def _report(self, bus: Bus, event: Event, samples: anyio.abc.TaskGroup) -> None:
         try:
-            notices = self.report.apply(event.message, event.seq, event.time.timestamp() + self._ahead_s)
+            notices = self.report.apply(event.message, event.seq, event.unix_time + self._ahead_s)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(f"event {event.seq} cannot be shown", error)
             return
@@ -205,4 +205,11 @@ class Reporting:
 
     @staticmethod
     def _new_report(plan: NodePlan) -> Report:
-        return Report(plan.run, plan.num_steps, plan.started, step_groups=plan.step_groups, graded=plan.graded)
+        return Report(
+            plan.run,
+            plan.num_steps,
+            plan.started,
+            step_groups=plan.step_groups,
+            graded=plan.graded,
+            random_init=plan.random_init,
+        )

@@ -12,12 +12,14 @@ from messages import (
     ActorExited,
     ActorStarted,
     BatchTrained,
+    EventLoopBlocked,
     Message,
     RunFailed,
     RunFinished,
     RunStopped,
     TrainerStarted,
 )
+from messages.plain import clipped
 from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S, Address, host_port
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
@@ -27,13 +29,14 @@ from runtime.node.missing import NO_BUDGET_HELPS
 from runtime.node.node_plan import NodePlan, RunEnd
 from runtime.node.reporting import Reporting
 from runtime.node.stalls import StallWatch
-from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, Ready, Started
+from runtime.node.supervisor.state_changes import STOPPED, Blocked, Change, Exited, Ready, Started
 from runtime.settings.processes import ProcessSpec
 from runtime.util.retrying import FOR_EVER, retried
 
 log = structlog.get_logger()
 
 BEGIN_KEY: Final = "begin_of_home"
+MAX_PLACE_CHARS: Final = 500
 
 
 class Follower:
@@ -192,6 +195,18 @@ class Publisher:
                     restart_in_s=change.restart_in_s,
                 )
                 await _insist(self._bus.publish, exited)
+            case Blocked():
+                blocked = EventLoopBlocked(
+                    actor=name,
+                    node=self._node,
+                    pid=change.pid,
+                    blocked_s=round(change.blocked_s, 3),
+                    ended=change.ended,
+                    function=change.culprit.function,
+                    place=clipped(change.culprit.place, MAX_PLACE_CHARS),
+                    is_ours=change.culprit.is_ours,
+                )
+                await _insist(self._bus.publish, blocked)
             case Ready(host=str(host), port=int(port)) if key is not None:
                 url = f"http://{host_port(host, port)}"
                 self._addresses[key] = Address(url=url, agent=self._bus.name, pid=change.pid, start=uuid.uuid4().hex)

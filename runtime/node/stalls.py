@@ -6,7 +6,7 @@ from typing import Final
 import anyio
 import structlog
 
-from messages import RunStalled, StatsGiven, StatsRequested, WeightsProgressed
+from messages import EventLoopBlocked, RunStalled, StatsGiven, StatsRequested, WeightsProgressed
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallError, CallRefused, CallTimeout
 from runtime.bus.roster import instances
@@ -39,7 +39,7 @@ class StallWatch:
 
     def happened(self, event: object) -> None:
         """Record that an event was logged."""
-        if not isinstance(event, RunStalled | WeightsProgressed):
+        if not isinstance(event, EventLoopBlocked | RunStalled | WeightsProgressed):
             self._newest = anyio.current_time()
             self._resumed.set()
 

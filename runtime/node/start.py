@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from runtime.node.planning import LOGS, SpecsOf, StartOptions, bus_login, plan_o
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.node.versions import record_versions
 from runtime.process.logs import configure_logging, silenced
+from runtime.report.summary import KeptCheckpoint, Result, checkpoint_lines, with_checkpoint
 from runtime.settings.placement import AUTO, BUS_PORT, address_setting, home_node, is_loopback, is_networked
 from runtime.settings.topology import Topology, encode_topology
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
@@ -61,6 +62,7 @@ from runtime.util.secrets import Secret, with_login, without_logins
 
 __all__ = ["End", "RunRefused", "node_address", "start"]
 
+KeptOf = Callable[[Path], KeptCheckpoint | None]  # None: the run directory has no checkpoint
 STATE_WITHIN_S = 60.0  # for the problems of a node
 
 
@@ -72,12 +74,19 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start(
-    topology: Topology, options: StartOptions, *, specs_of: SpecsOf, show: Show, rewrite: Show | None = None
+    topology: Topology,
+    options: StartOptions,
+    *,
+    specs_of: SpecsOf,
+    kept_of: KeptOf,
+    show: Show,
+    rewrite: Show | None = None,
 ) -> End:
     """Start or resume a run and follow it to its end.
 
     Args:
         specs_of: returns the processes of a topology on a node.
+        kept_of: returns the newest undamaged checkpoint in the directory of a finished run.
         show: prints a line for the user.
         rewrite: replaces the last printed line, on a terminal.
 
@@ -96,6 +105,8 @@ def start(
         if options.fresh is not None:
             _start_over(claim, topology, options)
         if (stored := _finished(topology, run_dir)) is not None:
+            result = _with_checkpoint(stored.result, kept_of, run_dir, topology.train.num_steps, show)
+            stored = msgspec.structs.replace(stored, result=result)
             return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
         before = topology_in(run_dir)
         for change in prepare(claim, topology):
@@ -104,7 +115,8 @@ def start(
             record_versions(run_dir, topology, options.node)
             address = node_address(topology, options.node, None) if is_networked(topology) else None
             acceptance = _acceptance(topology, options, run_dir, address)
-            return _run(plan_of(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
+            plan = plan_of(topology, options, claim, specs_of, address)
+            return _run(plan, options, show, rewrite, acceptance, kept_of)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -185,7 +197,7 @@ def _take_part(
             write_atomically(run_dir / NODE_TOPOLOGY_FILE.format(node), encode_topology(topology))
             record_versions(run_dir, topology, node)
             plan = plan_of(topology, options, claim, specs_of, address, join)
-            return _run(plan, options, show, rewrite, statement)
+            return _run(plan, options, show, rewrite, statement, lambda _: None)
         except OSError as error:
             if not is_full(error):
                 raise
@@ -291,6 +303,7 @@ def _run(
     show: Show,
     rewrite: Show | None,
     comparison: Acceptance | NodeStatement | None,
+    kept_of: KeptOf,
 ) -> End:
     if plan.owns_streams:
         requests = f", dispatcher {plan.router}" if plan.router else ""
@@ -301,17 +314,29 @@ def _run(
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
     report, now = daemon.reporting.report, time.time()
-    stored = StoredResult(finished=outcome.finished, result=report.result(now))
+    result = report.result(now)
+    if outcome.finished:
+        result = _with_checkpoint(result, kept_of, plan.run_dir, plan.num_steps, show)
+    stored = StoredResult(finished=outcome.finished, result=result)
     try:
         if plan.owns_streams:
             store_result(plan.run_dir, stored)
     except OSError as error:
         show(f"the result of the run cannot be stored: {error}")
-    _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
+    _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now), *checkpoint_lines(result.checkpoint)])
     _show_all(show, _what_next(plan.run, plan.run_dir, options, finished=outcome.finished))
     if outcome.failure is not None:
         _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
     return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
+
+
+def _with_checkpoint(result: Result, kept_of: KeptOf, run_dir: Path, num_steps: int, show: Show) -> Result:
+    """Compare the newest checkpoint of a finished run with its checksums: it may be damaged since it was saved."""
+    try:
+        return with_checkpoint(result, kept_of(run_dir), num_steps)
+    except (OSError, ValueError) as error:
+        show(f"the checkpoints of the run cannot be compared with their checksums: {error}")
+        return result
 
 
 def _run_daemon(
@@ -360,6 +385,7 @@ def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, opti
     result = stored.result
     reward = "" if result.reward_last is None else f", reward {result.reward_last:.3f}"
     yield f"run {run} is finished: {result.steps} steps{reward}"
+    yield from checkpoint_lines(result.checkpoint)
     yield f"to start over and discard it: {options.command} --fresh {run}"
     yield from _what_next(run, run_dir, options, finished=True)
 

@@ -7,7 +7,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from messages import Message
-from runtime.process.user_process import UserProcessError
+from runtime.functions.child import UserProcessError
 from runtime.settings.reading.config import TopologyError
 
 

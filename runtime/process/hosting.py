@@ -15,7 +15,7 @@ from runtime.bus.background import task_group
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Roster
 from runtime.process.actor import INPUT_ERRORS, Actor, InputError
-from runtime.util.errors import flatten
+from runtime.util.errors import causes_in
 
 log = structlog.get_logger()
 
@@ -65,8 +65,9 @@ async def _run_one(bus: Bus, hosted: Hosted, node: str) -> None:
                 async with view.serve(_standard_calls(view, actor, hosted, node)):
                     await actor.run(task_status=status)
             except Exception as error:
-                if not status.is_set and all(isinstance(leaf, INPUT_ERRORS) for leaf in flatten(error)):
-                    raise InputError(f"{hosted.name}: {'; '.join(str(leaf) for leaf in flatten(error))}") from error
+                causes = causes_in(error)
+                if not status.is_set and all(isinstance(leaf, INPUT_ERRORS) for leaf in causes):
+                    raise InputError(f"{hosted.name}: {'; '.join(str(leaf) for leaf in causes)}") from error
                 raise
         log.info("actor_ended", role=hosted.role)
 

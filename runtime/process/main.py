@@ -20,7 +20,7 @@ from runtime.process.heartbeat import give_pulse
 from runtime.process.hosting import Hosted, host
 from runtime.settings.reading.config import TopologyError
 from runtime.util.disk import is_full, no_space_of
-from runtime.util.errors import flatten
+from runtime.util.errors import flatten, follows
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_OK
 
 log = structlog.get_logger()
@@ -82,11 +82,21 @@ def run_process(
         anyio.run(main, backend="asyncio", backend_options={"use_uvloop": True})
     except Exception as error:  # every error becomes an exit code
         code = EXIT_OK if stopping else exit_code_of(error)
-        for leaf in flatten(error):
+        for leaf in sorted(flatten(error), key=lambda leaf: _explains(leaf, code)):
             shown = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
             log.error("actor_failed", error=repr(shown), exit_code=code, exc_info=leaf)
         return code
     return EXIT_OK
+
+
+def _explains(error: BaseException, code: int) -> int:
+    """Rank an error by how well it explains the exit code. The last one that is logged counts as the cause.
+
+    When one task fails, others find their streams closed.
+    """
+    if follows(error):
+        return 0
+    return 2 if exit_code_of(error) == code else 1
 
 
 def spare_the_collector() -> None:

@@ -17,12 +17,13 @@ class UserTracebacks:
         self._bus = bus
         self._published: set[tuple[str, ...]] = set()
 
-    async def publish(self, function: str, trace: str | None) -> None:
+    async def publish(self, function: str, trace: str | None, *, took_too_long: bool = False) -> None:
         """Publish a traceback, unless one of the same places was published, or many others were.
 
         Args:
             function: its name, or the setting that names it.
             trace: of `user_traceback`; None or empty: nothing is known.
+            took_too_long: whether it was ended there.
         """
         if not trace:
             return
@@ -31,4 +32,7 @@ class UserTracebacks:
             return
         self._published.add(places)
         text = clipped(trace, MAX_CHARS)
-        await self._bus.publish(UserFunctionRaised(instance=self._bus.name, function=function, traceback=text))
+        event = UserFunctionRaised(
+            instance=self._bus.name, function=function, traceback=text, took_too_long=took_too_long
+        )
+        await self._bus.publish(event)

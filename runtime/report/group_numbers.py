@@ -49,6 +49,11 @@ class Samples(msgspec.Struct, frozen=True):
         return self.reason.count(None) < len(self.reason)
 
 
+def rollout_s(event: GroupCompleted) -> float:
+    """Return the seconds of an attempt's rollout: from the slot of its last sample to the last token."""
+    return max(0.0, event.rollout_time_s - event.last_sample.queue_time_s)
+
+
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards, lengths and times of one completed group, for the metrics of its step."""
 
@@ -56,6 +61,7 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     response_lens: tuple[int, ...]  # tokens
     num_truncated: int
     num_ungraded: int  # samples with a replacement reward after a failed score
+    num_failed: int = 0  # samples that failed and do not train
     num_own_rewards: int = 0  # samples whose generate function set their reward
     round_numbers: tuple[float, ...]  # numbers of turns, of the samples that report one
     rollout_time_s: float
@@ -86,9 +92,10 @@ class CompletedNumbers(msgspec.Struct):
             response_lens=tuple(samples.response_len),
             num_truncated=samples.status.count(TRUNCATED),
             num_ungraded=sum(map(is_ungraded, samples.all)) if samples.has_reasons else 0,
+            num_failed=samples.status.count(FAILED),
             num_own_rewards=[sample.own_reward for sample in samples.all].count(True),
             round_numbers=tuple([float(number) for number in turns if isinstance(number, int | float)]),
-            rollout_time_s=event.rollout_time_s,
+            rollout_time_s=rollout_s(event),
             reward_time_s=event.reward_time_s,
             engine=event.engine,
         )
@@ -100,18 +107,28 @@ class CompletedNumbers(msgspec.Struct):
 
 
 FIRST_SCORES: Final = 64  # graded samples
+FIRST_STEPS: Final = 10  # of a model with random weights, which may well begin with equal scores
 
 
 class EqualScores(msgspec.Struct):
-    """Checks samples from the start of a run, until two scores differ or FIRST_SCORES are equal."""
+    """Checks samples from the start of a run, until two scores differ or FIRST_SCORES are equal.
 
+    A model with random weights has until its train step FIRST_STEPS to get another score.
+    """
+
+    is_random: bool = False  # the model begins with random weights
     is_over: bool = False
     _num: int = 0
     _num_truncated: int = 0
     _score: float | None = None
 
-    def take(self, samples: Sequence[SampleSummary]) -> bool:
-        """Add samples; return whether the first FIRST_SCORES ones are complete and all equal. True at most once."""
+    def take(self, samples: Sequence[SampleSummary], num_steps: int = 0) -> bool:
+        """Add samples; return whether the first FIRST_SCORES ones are complete and all equal. True at most once.
+
+        Args:
+            samples: of a completed prompt group.
+            num_steps: train steps so far.
+        """
         if self.is_over:
             return False
         for sample in samples:
@@ -121,7 +138,7 @@ class EqualScores(msgspec.Struct):
             self._score = sample.reward
             self._num += 1
             self._num_truncated += sample.status is TRUNCATED
-        if self.is_over or self._num < FIRST_SCORES:
+        if self.is_over or self._num < FIRST_SCORES or (self.is_random and num_steps < FIRST_STEPS):
             return False
         self.is_over = True
         return True

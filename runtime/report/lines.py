@@ -16,11 +16,13 @@ from messages import (
     EngineRequestsFailed,
     EngineState,
     EngineStateChanged,
+    EventLoopBlocked,
     GroupFailed,
     GroupsClosed,
     Message,
     MessageDeadLettered,
     NodeLeft,
+    Outcome,
     PromptsLoaded,
     RoundHalted,
     RunStalled,
@@ -38,9 +40,15 @@ from runtime.util.formatting import count_of, duration, number
 from runtime.util.import_path import command_name
 from runtime.util.tracebacks import places_in
 
+FILTER_FAILED = Outcome.FAILED  # a name of this module is read ten times quicker than an enum's member
 SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
 SHOWN_REASONS = 20  # maximum number of failure reasons
 SHOWN_ENGINES = 3  # of slow weight updates
+MASKED = {  # why the commonest rules leave tokens without a gradient; docs/reference/metrics.md has all rules
+    "zero_advantage": "equal rewards in their group",
+    "loss_mask": "not sampled, such as tool output",
+    "clip": "their probability has changed too much",
+}
 SHOWN_NOT_FINITE = 5  # NaN or infinite metrics shown per step
 
 
@@ -73,24 +81,34 @@ class Failures(msgspec.Struct):
         if places in self._raised or len(self._raised) >= SHOWN_REASONS:
             return []
         self._raised.add(places)
-        return [f"{event.function} raised:", *(f"  {line}" for line in event.traceback.splitlines())]
+        did = "took too long and was ended here" if event.took_too_long else "raised"
+        return [f"{event.function} {did}:", *(f"  {line}" for line in event.traceback.splitlines())]
 
 
 def failure_in(event: Message) -> str | None:
     """Return the failure that an event reports, for events without a bound in number."""
     match event:
+        case VerdictGiven():  # the commonest one
+            return f"rollout.dynamic_filter failed: {event.reason}" if event.outcome is FILTER_FAILED else None
         case MessageDeadLettered():
             return f"message on {event.subject} set aside: {event.reason}"
         case GroupFailed():
             return f"group failed: {event.reason}"
         case GroupsClosed(outcome="failed"):
             return f"group failed: {event.reason}"
+        case EventLoopBlocked(ended=False):
+            return blocked_text(event)
         case SelectionFailed():
             return f"rollout.{event.kind} failed, first come first instead: {event.reason}"
-        case VerdictGiven(outcome="failed"):
-            return f"rollout.dynamic_filter failed: {event.reason}"
         case _:
             return None
+
+
+def blocked_text(event: EventLoopBlocked) -> str:
+    """Say what blocks an event loop, and for how long."""
+    who = event.function or (f"{event.actor}: code of Physarum" if event.is_ours else f"{event.actor}: a call")
+    where = f": {event.place}" if event.place else ""
+    return f"{who} has blocked the event loop for {int(event.blocked_s)} s{where}"
 
 
 def line_of(event: Message) -> str | None:
@@ -200,8 +218,12 @@ def masked_line(metrics: Mapping[str, float]) -> str | None:
     found = {rule: count for (family, _, rule), count in rules.items() if family == "masked_tokens"}
     if not found:
         return f"first train step: no rule masked any of {total}"
-    counts = ", ".join(f"{rule} {count:,.0f}" for rule, count in found.items())
+    counts = ", ".join(f"{count:,.0f} {rule}{_why(rule)}" for rule, count in found.items())
     return f"first train step: masked or limited of {total}: {counts}"
+
+
+def _why(rule: str) -> str:
+    return f" ({MASKED[rule]})" if rule in MASKED else ""
 
 
 def _not_finite_field(row: Mapping[str, Any]) -> list[str]:

@@ -19,18 +19,21 @@ from messages import (
     SnapshotTaken,
     TrainerStarted,
     UserFunctionRaised,
+    VerdictGiven,
     WeightsApplied,
 )
 from messages.ledger import not_finite_in
 from runtime.ledger.books import sum_line
-from runtime.ledger.changes import AttemptEnded, Closed
+from runtime.ledger.changes import AttemptEnded, Change, Closed
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import content_of
 from runtime.ledger.steps import Settled, TakenBack
+from runtime.report.fold.account import KEEP, Account
+from runtime.report.fold.spans import Span
 from runtime.report.group_numbers import FAILED, CompletedNumbers, EqualScores, Samples, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
-from runtime.report.progress import StepProgress
 from runtime.report.rows import (
+    STEP,
     MetricRow,
     drop_metrics,
     eval_means,
@@ -40,12 +43,11 @@ from runtime.report.rows import (
     rewards_of,
     ungraded_shares,
 )
-from runtime.report.summary import Result, summary_lines
-from runtime.report.times import Times
+from runtime.report.summary import Result, num_of_end, summary_lines
+from runtime.report.times import closing_line, progress_line, time_metrics
 from runtime.util.formatting import count_of, number
 
 FOLDED = frozenset(LEDGER_EVENTS)
-ENDS = 5  # number of steps averaged for the first and the last reward
 REASONS_UNTRAINED = {
     "not_finite": "their loss, or the gradient of their optimizer step, was not finite",
     "too_long": "they are over train.max_tokens_per_gpu",
@@ -87,6 +89,7 @@ class Report(msgspec.Struct):
     started: float = 0.0  # Unix time of the command
     step_groups: int = 0  # prompt groups of a train step; 0: unknown
     graded: bool = True  # samples have scores, unlike demonstrations
+    random_init: bool = False  # the model begins with random weights
     first_seq: int = 1  # log sequence of the first event of this start; clocks of two machines are not compared
     steps: int = 0  # trained train steps
     finished: str | None = None  # reason
@@ -96,18 +99,22 @@ class Report(msgspec.Struct):
     first_evals: dict[str, float] = {}
     tokens: int = 0
     version: int = 0
+    account: Account = msgspec.field(default_factory=Account)
     _earlier_steps: int = 0  # of the steps, trained before the command
     _ledger: LedgerState = msgspec.field(default_factory=LedgerState)
     _numbers: CompletedNumbers = msgspec.field(default_factory=CompletedNumbers)
     _cited: set[int] = set()  # completion events that the initial state cites
-    _times: Times = msgspec.field(default_factory=Times)
-    _progress: StepProgress = msgspec.field(default_factory=StepProgress)
+    _tokens_so_far: int = 0  # generated since the newest step
     _failures: Failures = msgspec.field(default_factory=Failures)
     _scores: EqualScores = msgspec.field(default_factory=EqualScores)
     _first_rollout: float | None = None
     _row: MetricRow | None = None  # row of the newest step; complete when the next one is trained
     _evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
     _dropped: dict[str, int] = {}  # counts at the newest row
+    _num_failed: int = 0  # groups, at the newest row
+
+    def __post_init__(self) -> None:
+        self._scores.is_random = self.random_init
 
     @property
     def ledger(self) -> LedgerState:
@@ -126,7 +133,15 @@ class Report(msgspec.Struct):
         self.steps = self._earlier_steps = ledger.trained_steps
         self._scores.is_over = True  # the first samples are among the earlier events
 
-    def apply(self, event: Message, seq: int, time: float, samples: Samples | None = None) -> list[Notice]:
+    def apply(
+        self,
+        event: Message,
+        seq: int,
+        time: float,
+        samples: Samples | None = None,
+        spans: list[Span] | None = None,
+        changes: list[Change] | None = None,
+    ) -> list[Notice]:
         """Fold the next event of the log.
 
         Args:
@@ -134,15 +149,19 @@ class Report(msgspec.Struct):
             seq: its log sequence.
             time: Unix time in seconds at which it was logged.
             samples: of a completed group, if the caller has read them.
+            spans: gets those that the event ends.
+            changes: gets what the event changes in the ledger.
         """
         if samples is None and isinstance(event, GroupCompleted):
             samples = Samples.of(event.samples)
-        settled = self._fold(event, samples, seq)
-        self._times.note(event, time)
-        self._progress.note(event, max(time, self.started))
+        settled = self._fold(event, samples, seq, changes)
+        began = self.account.evaluation
+        self.account.apply(event, time, spans)
         match event:
             case GroupCompleted() if samples is not None:
                 return self._complete(event, samples, seq, time)
+            case VerdictGiven() if event.outcome is KEEP:  # one of the commonest
+                return []
             case BatchTrained():
                 return self._train(event, settled, seq, time)
             case TrainerStarted():
@@ -150,13 +169,15 @@ class Report(msgspec.Struct):
             case BatchReady():
                 return self._batch(event, seq)
             case EvalCompleted():
+                self._tokens_so_far += sum([sample.response_len for sample in event.samples])
                 reasons = {sample.reason for sample in event.samples if sample.reward is None and sample.reason}
                 failures = (f"evaluation set {event.set}: sample without a grade: {why}" for why in sorted(reasons))
                 return [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
             case EvalEnded():
                 failures = (f"evaluation set {name}: {why}" for name, why in event.failed.items())
                 lines = [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
-                return [*lines, *self._evaluate(event, time, f" ({_weights_of(event)})")]
+                took_s = None if began is None else time - began[1]
+                return [*lines, *self._evaluate(event, time, f" ({_weights_of(event)})", took_s=took_s)]
             case UserFunctionRaised():
                 return [Line(text) for text in self._failures.traceback(event)]
             case PairsEvaluated():
@@ -170,7 +191,7 @@ class Report(msgspec.Struct):
             case _:
                 return self._lines_of(event)
 
-    def _fold(self, event: Message, samples: Samples | None, seq: int) -> list[Settled]:
+    def _fold(self, event: Message, samples: Samples | None, seq: int, changes: list[Change] | None) -> list[Settled]:
         """Fold an event into the ledger; return the batches that it settles as trained."""
         if seq in self._cited and isinstance(event, GroupCompleted) and samples is not None:
             self._numbers.complete(event, samples, seq)
@@ -178,6 +199,8 @@ class Report(msgspec.Struct):
             return []
         settled: list[Settled] = []
         for change in fold(self._ledger, event, seq):
+            if changes is not None:
+                changes.append(change)
             match change:
                 case AttemptEnded(event=GroupCompleted() as completed) if samples is not None:
                     self._numbers.complete(completed, samples, seq)
@@ -215,10 +238,10 @@ class Report(msgspec.Struct):
         return Result(
             run=self.run,
             steps=self.steps,
-            reward_first=None if self.losses else mean_of(self.rewards[:ENDS]),
-            reward_last=None if self.losses else mean_of(self.rewards[-ENDS:]),
-            loss_first=mean_of(self.losses[:ENDS]),
-            loss_last=mean_of(self.losses[-ENDS:]),
+            reward_first=None if self.losses else mean_of(self.rewards[: num_of_end(self.rewards)]),
+            reward_last=None if self.losses else mean_of(self.rewards[-num_of_end(self.rewards) :]),
+            loss_first=mean_of(self.losses[: num_of_end(self.losses)]),
+            loss_last=mean_of(self.losses[-num_of_end(self.losses) :]),
             eval_last=next(iter(self.evals.values()), None),
             seconds=round(now - self.started, 3),
             time_to_first_rollout_s=self._first_rollout and round(self._first_rollout - self.started, 3),
@@ -236,15 +259,17 @@ class Report(msgspec.Struct):
             curves={"reward": self.rewards, "loss": self.losses},
             evals={name: (self.first_evals[name], value) for name, value in self.evals.items()},
         )
-        return [*lines, *self._times.lines()]
+        return [*lines, *closing_line(self.account)]
 
     def progress_line(self, now: float) -> str:
         """Return the progress of the current step or evaluation as of `now`."""
-        return self._progress.line(
+        return progress_line(
             self._ledger,
+            self.account,
             step=self.steps + 1,
             num_steps=self.num_steps,
             step_groups=self.step_groups,
+            tokens=self._tokens_so_far,
             started=self.started,
             now=now,
         )
@@ -254,6 +279,7 @@ class Report(msgspec.Struct):
         return sum_line(self._ledger.books(), brief=brief)
 
     def _train(self, event: BatchTrained, settled: Sequence[Settled], seq: int, time: float) -> list[Notice]:
+        self._tokens_so_far = 0
         if not settled:
             return []  # replayed after a crash, or a duplicate event
         groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
@@ -267,13 +293,21 @@ class Report(msgspec.Struct):
         self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         row: MetricRow = {"step": event.step + 1, "time": time, "rollout/step": event.step}
         row |= group_metrics(groups, graded=not self.losses) | drop_metrics(self._ledger.dropped, self._dropped)
-        row |= self._times.metrics(event, time) | metrics
+        row |= metrics | time_metrics(self.account, event)
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
         row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
+        row |= self._failed_share(len(groups))
         self._row, self._dropped = row, dict(self._ledger.dropped)
         masked = masked_line(metrics)
         lines = [Line(masked)] if masked is not None else []
         return [*notices, Line(self._step_line(row)), *lines, *self._untrained(event)]
+
+    def _failed_share(self, trained: int) -> MetricRow:
+        """Return the share of groups that failed since the step before, from the first failure of the run on."""
+        before, self._num_failed = self._num_failed, self._ledger.books().failed
+        failed = self._num_failed - before
+        ended = failed + trained + sum(self._ledger.dropped.values()) - sum(self._dropped.values())
+        return {"rollout/failed_group_ratio": failed / ended} if self._num_failed and ended > 0 else {}
 
     def _untrained(self, event: BatchTrained) -> list[Notice]:
         reasons = sorted({item.reason for item in event.untrained})
@@ -288,7 +322,7 @@ class Report(msgspec.Struct):
             losses=self.losses,
             evals=self.evals,
             books=self.books_line(brief=True),
-            step_times_s=self._times.recent_s,
+            step_times_s=self.account.recent_s,
         )
 
     def _begin_again(self, event: TrainerStarted, settled: Sequence[Settled]) -> list[Notice]:
@@ -297,10 +331,10 @@ class Report(msgspec.Struct):
             groups = self._numbers.take(ref.event_seq for ref in change.groups)
             self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         self.steps = max(self.steps, event.step)
-        self._times.interrupt()
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
     def _complete(self, event: GroupCompleted, samples: Samples, seq: int, time: float) -> list[Notice]:
+        self._tokens_so_far += sum(samples.response_len)
         has_odd = samples.has_reasons or FAILED in samples.status
         odd = [s for s in event.samples if s.reason is not None or is_left_out(s)] if has_odd else []
         ungraded = [sample for sample in odd if is_ungraded(sample)]
@@ -309,7 +343,7 @@ class Report(msgspec.Struct):
         lines: list[Notice] = [
             Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason, self.run)
         ]
-        if self.graded and self._scores.take(event.samples) and seq >= self.first_seq:
+        if self.graded and self._scores.take(event.samples, self.steps) and seq >= self.first_seq:
             lines.append(SampleShown("typical", seq, why=self._scores.why, causes=self._scores.causes))
         if self._first_rollout is not None or seq < self.first_seq:
             return lines
@@ -317,15 +351,13 @@ class Report(msgspec.Struct):
         return [*lines, SampleShown("first", seq, graded=self.graded)]
 
     def _evaluate(
-        self, event: EvalEnded | PairsEvaluated, time: float, weights: str = "", *, took_s: float | None = None
+        self, event: EvalEnded | PairsEvaluated, time: float, weights: str = "", *, took_s: float | None
     ) -> list[Notice]:
         all_metrics = event.metrics | not_finite_in(event)
         means = eval_means(all_metrics)
         self.evals |= means
         self.first_evals = means | self.first_evals
-        if took_s is None:
-            took_s = self._times.end_evaluation(time)
-        metrics = {"eval/step": event.step, **all_metrics}
+        metrics = {STEP: event.step, **all_metrics}
         if took_s is not None:
             metrics["perf/eval_time"] = took_s
         ungraded = ungraded_shares(all_metrics)

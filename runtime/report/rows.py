@@ -14,6 +14,7 @@ from runtime.report.group_numbers import GroupNumbers
 from runtime.util.files import append_line, write_atomically
 
 MetricRow = dict[str, Any]  # by name
+STEP: Final = "eval/step"  # train steps before an evaluation
 UNGRADED: Final = "-ungraded_ratio"
 NOT_ASKED: Final = "-not_asked"
 NOT_MEANS: Final = (
@@ -47,6 +48,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
     """
     lengths = [length for group in groups for length in group.response_lens]
     mean, ungraded = mean_of(rewards_of(groups)), sum(group.num_ungraded for group in groups)
+    failed = sum(group.num_failed for group in groups)
     own_rewards = sum(group.num_own_rewards for group in groups)
     if mean is None or not lengths:
         return {}
@@ -59,6 +61,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
         "rollout/response_len/min": min(lengths),
         "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
         **({"rollout/no_score_ratio": ungraded / len(lengths)} if ungraded else {}),
+        **({"rollout/failed_sample_ratio": failed / len(lengths)} if failed else {}),
         **({"rollout/own_reward_ratio": own_rewards / len(lengths)} if own_rewards else {}),
         **_round_metrics([turns for group in groups for turns in group.round_numbers]),
         "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
@@ -111,7 +114,7 @@ def drop_metrics(now: Mapping[str, int], before: Mapping[str, int]) -> MetricRow
 
 def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the mean reward of each evaluation set."""
-    return {key.removeprefix("eval/"): value for key, value in metrics.items() if _is_mean(key)}
+    return {key.removeprefix("eval/"): value for key, value in metrics.items() if is_mean(key)}
 
 
 def ungraded_shares(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -129,10 +132,10 @@ def _of_sets(metrics: Mapping[str, float], suffix: str) -> dict[str, float]:
     return {name.removesuffix(suffix): value for name, value in ends.items()}
 
 
-def _is_mean(key: str) -> bool:
+def is_mean(key: str) -> bool:
     """Return whether a metric is `eval/<set>`, the mean reward of an evaluation set, and no other metric of the set."""
     name = key.removeprefix("eval/")
-    return key != name and "/" not in name and not name.endswith(NOT_MEANS) and "-pass@" not in name
+    return key != name and key != STEP and "/" not in name and not name.endswith(NOT_MEANS) and "-pass@" not in name
 
 
 class MetricsFile:

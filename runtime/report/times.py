@@ -1,152 +1,115 @@
-"""The step timer: durations of the parts of each step, from the times of the log. Pure."""
+"""The account of a run's time as lines, among them the progress line, and as metrics of a step. Pure."""
 
 import math
+from typing import Final
 
-import msgspec
-
-from messages import (
-    BatchReady,
-    BatchTrained,
-    EvalIssued,
-    GroupCompleted,
-    GroupsIssued,
-    Message,
-    WeightsAnnounced,
-    WeightsApplied,
-    WeightSyncEnded,
-)
+from messages import BatchTrained
+from runtime.ledger.state import Evaluation, LedgerState, Stage
+from runtime.report.fold.account import Account
 from runtime.report.rows import MetricRow
+from runtime.util.formatting import count_of, duration
 
-RECENT = 20  # steps used to estimate the remaining time
-PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": "perf/update_weights_time"}
-
-
-class _Clock(msgspec.Struct):
-    """Times of recent events, in Unix time."""
-
-    issued: dict[int, float] = {}  # first issue, by step
-    batched: dict[int, float] = {}  # by step
-    trained: float | None = None  # end of the newest step
-    announced: dict[int, float] = {}  # start of publication, by weight version
-    update_s: float | None = None  # duration of the newest weight update, from publication to confirmation
-    applied: int = 0  # newest weight version that engines confirmed
-    applied_s: float | None = None  # seconds from its announcement to confirmation, at the slowest rollout actor
-    pause_s: float | None = None  # longest pause of an engine
-    session_s: float = 0.0  # duration of weight syncs since the newest step
-    sent_bytes: int = 0  # sent by them to each engine
-    eval_began: float | None = None
-    eval_s: float = 0.0  # evaluation time since the newest step
+SMALL: Final = 0.01  # share of the whole, of parts that the closing line adds up
 
 
-class Times(msgspec.Struct):
-    """Computes the duration of each step's parts from event times."""
+def shares(account: Account) -> list[tuple[str, float, float]]:
+    """Return the parts of the run's time with their seconds and their shares of the whole, longest first."""
+    whole = math.fsum(account.totals.values())
+    ordered = sorted(account.totals.items(), key=lambda item: -item[1])
+    return [(part, seconds, seconds / whole) for part, seconds in ordered if whole > 0]
 
-    recent_s: list[float] = []  # step times
-    _clock: _Clock = msgspec.field(default_factory=_Clock)
-    _spent_s: dict[str, float] = {}  # by part of a step
-    _num_steps: int = 0  # number of timed steps
-    _open_step: int | None = None  # without a batch so far; None: unknown, but rounds are steps unless halted
 
-    def note(self, event: Message, time: float) -> None:
-        """Record the time of an event."""
-        clock = self._clock
-        match event:
-            case GroupCompleted():  # the commonest one
-                pass
-            case GroupsIssued():
-                step = event.round if self._open_step is None else self._open_step
-                clock.issued.setdefault(step, time)
-            case BatchReady():
-                self._open_step = max(self._open_step or 0, event.step + 1)
-                clock.batched[event.step] = time
-            case WeightsAnnounced():
-                clock.announced[event.version] = time - event.took_s
-            case WeightsApplied():
-                self._note_applied(event, time)
-            case WeightSyncEnded():
-                clock.session_s += event.took_s
-                clock.sent_bytes += event.sent_bytes
-            case EvalIssued():
-                clock.eval_began = time
-            case _:
-                pass
+def _head(account: Account) -> str:
+    """Say how long the run took, and a step of it."""
+    mean = f", {account.timed_s / account.num_timed:.3f} s a step" if account.num_timed else ""
+    return f"{duration(math.fsum(account.totals.values()))} in {count_of(account.num_steps, 'step')}{mean}"
 
-    def _note_applied(self, event: WeightsApplied, time: float) -> None:
-        clock = self._clock
-        if event.version > clock.applied:
-            clock.applied, clock.applied_s, clock.pause_s = event.version, None, None
-        if event.version == clock.applied:
-            clock.applied_s = max(event.took_s, clock.applied_s or 0.0)
-            pauses = [engine.pause_s for engine in event.engines]
-            clock.pause_s = max((*pauses, clock.pause_s or 0.0)) if pauses else clock.pause_s
-        if event.version in clock.announced:
-            clock.update_s = time - clock.announced[event.version]
-            for version in [version for version in clock.announced if version < event.version]:
-                del clock.announced[version]
 
-    def end_evaluation(self, time: float) -> float | None:
-        """Record the end of the running evaluation; return its duration. None: its begin is unknown."""
-        began, self._clock.eval_began = self._clock.eval_began, None
-        if began is None:
-            return None
-        self._clock.eval_s += time - began
-        return time - began
+def time_lines(account: Account) -> list[str]:
+    """Format the time of a run, one part a line, longest first, with what was worst in its worst step."""
+    parts = shares(account)
+    if not parts:
+        return ["no step has ended yet"]
+    lines = [_head(account)]
+    for part, seconds, share in parts:
+        worst = max(account.steps, key=lambda step: step.parts.get(part, 0.0), default=None)
+        most = worst.parts.get(part, 0.0) if worst is not None else 0.0
+        name = worst.worst.get(part, "") if worst is not None else ""
+        where = f"  most in {worst.label}: {most:.3f} s{f', {name}' if name else ''}" if worst and most else ""
+        lines.append(f"{part:<12} {seconds:>10.3f} s {share:>6.1%}{where}")
+    if parts[0][0] == "queue":
+        lines.append("queue is the longest: all slots of the engines are taken, so the engines are the limit")
+    if account.stopped_s:
+        lines.append(f"the run was stopped for {duration(account.stopped_s)}, which is not counted")
+    return lines
 
-    def interrupt(self) -> None:
-        """Discard the running step: its times would include a restart."""
-        self._clock = _Clock()
 
-    def metrics(self, event: BatchTrained, time: float) -> MetricRow:
-        """Return the durations of a step's parts. They overlap when `max_staleness` lets rollout run ahead."""
-        clock, step = self._clock, event.step
-        began, batched = clock.issued.pop(step, None), clock.batched.pop(step, time)
-        before, clock.trained = clock.trained, time
-        eval_s, clock.eval_s = clock.eval_s, 0.0
-        since = before if before is not None else began
-        step_s = time - since if since is not None else 0.0
-        times: MetricRow = {"perf/train_time": event.metrics.get("perf/train_time", time - batched)}
-        if began is not None:
-            times["perf/rollout_time"] = max(0.0, batched - began)
-        if clock.update_s is not None:
-            times["perf/update_weights_time"] = clock.update_s
-        times |= self._update_metrics()
-        if step_s > 0:
-            wait_s = max(0.0, step_s - times["perf/train_time"])
-            times |= {"perf/step_time": step_s, "perf/train_wait_time": wait_s, "perf/wait_time_ratio": wait_s / step_s}
-            times["perf/tokens_per_sec"] = event.num_tokens / step_s
-            self._account(times, step_s, eval_s)
-        return times
+def closing_line(account: Account) -> list[str]:
+    """Format the same in one line, small parts as one; none before a step has ended."""
+    found = shares(account)
+    small = [(seconds, share) for _, seconds, share in found if share < SMALL]
+    rest = [("other", math.fsum(s for s, _ in small), math.fsum(share for _, share in small))] if small else []
+    shown = [*(each for each in found if each[2] >= SMALL), *rest]
+    parts = [f"{part} {seconds:.3f} s ({share:.1%})" for part, seconds, share in shown]
+    return [f"time      {_head(account)}: {', '.join(parts)}"] if account.num_timed else []
 
-    def _update_metrics(self) -> MetricRow:
-        """Return the metrics of the newest confirmed version, and of weight syncs since the last step."""
-        clock, row = self._clock, MetricRow()
-        if clock.applied_s is not None:
-            row["perf/update_weights_applied_time"] = clock.applied_s
-        if clock.pause_s is not None:
-            row["perf/update_weights_pause_time"] = clock.pause_s
-        if clock.session_s:
-            row["perf/update_weights_session_time"] = clock.session_s
-            row["perf/update_weights_wire_bytes"] = clock.sent_bytes
-        clock.session_s, clock.sent_bytes = 0.0, 0
+
+def time_metrics(account: Account, event: BatchTrained) -> MetricRow:
+    """Return the times of the step that the newest event ended, as metrics."""
+    row, step = account.weights.row(), account.step
+    if step is None or step.seconds <= 0:
         return row
+    parts = {part: seconds for part, seconds in step.parts.items() if seconds > 0}
+    return row | {
+        **{f"perf/time/{part.replace(' ', '_')}": seconds for part, seconds in parts.items()},
+        "perf/step_time": step.seconds,
+        "perf/rollout_time": parts.get("rollout", 0.0) + parts.get("long tail", 0.0),
+        "perf/wait_time_ratio": 1 - parts.get("train", 0.0) / step.seconds,
+        "perf/tokens_per_sec": event.num_tokens / step.seconds,
+    }
 
-    def _account(self, times: MetricRow, step_s: float, eval_s: float) -> None:
-        self.recent_s = [*self.recent_s, step_s][-RECENT:]
-        self._num_steps += 1
-        parts = {part: times.get(key, 0.0) for part, key in PARTS.items()} | {"evaluation": eval_s}
-        parts["other"] = max(0.0, step_s - math.fsum(parts.values()))
-        for part, seconds in {**parts, "step": step_s}.items():
-            self._spent_s[part] = self._spent_s.get(part, 0.0) + seconds
 
-    def lines(self) -> list[str]:
-        """Format the mean step time and its parts."""
-        if not self._num_steps:
-            return []
-        whole_s = self._spent_s["step"]
-        shares = [
-            f"{part} {seconds / self._num_steps:.3f} s ({seconds / whole_s:.0%})"
-            for part, seconds in self._spent_s.items()
-            if part != "step" and seconds > 0
-        ]
-        overlap = "; parts overlap" if math.fsum(self._spent_s.values()) - whole_s > 1.01 * whole_s else ""
-        return [f"time      {whole_s / self._num_steps:.3f} s a step: {', '.join(shares)}{overlap}"]
+def progress_line(
+    ledger: LedgerState,
+    account: Account,
+    *,
+    step: int,
+    num_steps: int,
+    step_groups: int,
+    tokens: int,
+    started: float,
+    now: float,
+) -> str:
+    """Format the progress as of `now`.
+
+    Args:
+        ledger: the state of the groups.
+        account: of the run's time.
+        step: number of the current step.
+        num_steps: planned train steps.
+        step_groups: prompt groups of a step; 0: unknown.
+        tokens: generated since the newest step.
+        started: Unix time of the command.
+        now: Unix time.
+    """
+    if account.is_idle:
+        return f"starting for {duration(max(0.0, now - started))}"
+    lasted_s = max(0.0, now - max(account.boundary, started))
+    if ledger.evaluation is not None:
+        done = _evaluated(ledger.evaluation)
+    elif step > num_steps:
+        done = f"all {num_steps} steps are trained"
+    else:
+        ready = len(ledger.in_stage(Stage.READY)) + len(ledger.in_stage(Stage.BATCHED))
+        of = f" of {step_groups}" if step_groups else ""
+        done = f"step {step}/{num_steps}: {min(ready, step_groups or ready)}{of} groups"
+    rate = [f"{tokens / lasted_s:,.0f} tok/s"] if tokens and lasted_s >= 1 else []
+    parts = account.so_far(now)
+    longest = max(parts, key=lambda part: parts[part], default="")
+    named = [f"longest {longest} {duration(parts[longest])}"] if longest else []
+    return ", ".join([done, *rate, *named, f"{duration(lasted_s)} so far"])
+
+
+def _evaluated(evaluation: Evaluation) -> str:
+    done, of = sum(map(len, evaluation.items.values())), sum(evaluation.sizes.values())
+    return f"evaluation after step {evaluation.step}: {done} of {of} items"

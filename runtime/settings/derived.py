@@ -1,19 +1,20 @@
 """What follows from a recipe's settings: which models, log-probs, samples and functions a run needs."""
 
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from messages import EvalRequested, Prompt, SamplingParams
+from runtime.functions.limits import UserLimits
 from runtime.settings.recipe import Recipe
-from runtime.settings.tables.algorithm import PAIR_LOSSES, AggMode, AlgorithmConfig, Custom, Estimator, LossMode
+from runtime.settings.tables.algorithm import AlgorithmConfig, RatioRs, SglangTeacher, TisTable, TopkKl
+from runtime.settings.tables.estimators import Gae, Remax
 from runtime.settings.tables.prompts import DataConfig, EvalConfig
+from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.tables.rollout import RolloutConfig
 from runtime.settings.tables.training import OptimizerConfig
 
 MIX_BLOCK: Final = 1000  # prompts after which the order of sources with weights begins again
-KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
 
 
 class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,135 +26,101 @@ class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
     max_response_len: int  # tokens
 
 
-TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, by table
-    "algorithm": (
-        "custom_advantage",
-        "custom_loss",
-        "custom_tis",
-        "custom_pg_loss_reducer",
-        "rollout_data_postprocess",
-    ),
-    "train": (
-        "custom_megatron_init",
-        "custom_megatron_before_log_prob_hook",
-        "custom_megatron_before_train_step_hook",
-    ),
-}
-EVAL_FUNCTIONS: Final = (
-    "rm_type",
-    "custom_generate",
-    "custom_evaluation",
-    "custom_metrics",
-)  # keys of an evaluation set
-
-
-def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the key and the name of each user function that the trainer calls."""
-    for table, names in TRAINER_FUNCTIONS.items():
-        for name in names:
-            if (value := getattr(getattr(recipe, table), name)) is not None:
-                yield f"{table}.{name}", value
-
-
 def trains_demonstrations(recipe: Recipe) -> bool:
     """Return whether training uses demonstrations or preference pairs, so that nothing is generated and graded."""
-    return recipe.algorithm.loss_type != "policy_loss"
+    return recipe.algorithm.loss.learns_from != "samples"
 
 
 def trains_pairs(recipe: Recipe) -> bool:
     """Return whether training uses preference pairs: each is a rollout with two parts, chosen and rejected."""
-    return recipe.algorithm.loss_type in PAIR_LOSSES
+    return recipe.algorithm.loss.learns_from == "pairs"
 
 
 def trains_reward_model(recipe: Recipe) -> bool:
     """Return whether the run's model is a reward model: it has a value head in place of its output layer."""
-    return recipe.algorithm.loss_type == "rm_loss"
+    return recipe.algorithm.loss.type == "rm"
 
 
 def reads_reference(algorithm: AlgorithmConfig) -> bool:
     """Return whether every train step computes log-probs of the reference model."""
-    return algorithm.kl_loss_coef > 0 or algorithm.kl_coef > 0 or algorithm.loss_type == "dpo_loss"
+    return (
+        algorithm.kl.loss_coef > 0 or algorithm.kl.reward_coef > 0 or algorithm.loss.type in ("dpo", "preference_ipo")
+    )
 
 
 def uses_reference(algorithm: AlgorithmConfig) -> bool:
     """Return whether the trainer has a reference model: for each train step, or for a metric of some."""
-    return reads_reference(algorithm) or algorithm.kl_metric_interval > 0
-
-
-def estimator(algorithm: AlgorithmConfig) -> Estimator | Custom:
-    """Return the estimator of advantages, or "custom" for a function of the user."""
-    return algorithm.advantage_estimator if algorithm.custom_advantage is None else "custom"
-
-
-def loss_mode(algorithm: AlgorithmConfig) -> LossMode | Custom:
-    """Return the policy loss, or "custom" for a function of the user."""
-    named = algorithm.advantage_estimator
-    if algorithm.custom_loss is not None:
-        return "custom"
-    return algorithm.loss_mode or (named if named == "gspo" or named == "cispo" else "ppo")
+    return reads_reference(algorithm) or algorithm.kl.metric_interval > 0
 
 
 def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss, a correction of it or the advantages compare with the old policy."""
-    weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
-    corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    before = teaches_advantages(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
-    return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+    weighs = (algorithm.tis is not None or algorithm.rs is not None) and not algorithm.bypass_mode
+    corrects = weighs or algorithm.opsm_delta is not None or algorithm.kl.is_unbiased
+    before = _reads_old_before(algorithm)
+    return corrects or before or algorithm.loss.reads_old
+
+
+def _reads_old_before(algorithm: AlgorithmConfig) -> bool:
+    """Return whether old log-probs are read before the first optimizer step of a batch."""
+    changes = algorithm.kl.reward_coef > 0 or algorithm.rollout_data_postprocess is not None
+    return teaches_advantages(algorithm) or changes
 
 
 def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """Return the lower and upper bound of `use_rs`: as set, or the defaults of its metric."""
-    is_ratio, high = algorithm.rs_metric == "ratio", algorithm.rs_upper_bound
-    if high is None:
-        high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
-    low = 1.0 / high if is_ratio else 0.0
-    return low if algorithm.rs_lower_bound is None else algorithm.rs_lower_bound, high
+    """Return the lower and upper bound of `rs`: as set, or the defaults of a ratio."""
+    rs = algorithm.rs
+    if not isinstance(rs, RatioRs):
+        return 0.0, 0.0 if rs is None else rs.upper_bound
+    high = rs.upper_bound or (algorithm.tis or TisTable()).upper_bound
+    return 1.0 / high if rs.lower_bound is None else rs.lower_bound, high
 
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    before = teaches_advantages(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
-    return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
+    before = _reads_old_before(algorithm)
+    return normalizes_weights(algorithm) or (before and not algorithm.use_rollout_logprobs)
+
+
+def normalizes_weights(algorithm: AlgorithmConfig) -> bool:
+    """Return whether importance weights are divided by their mean over the batch."""
+    return algorithm.tis is not None and algorithm.tis.batch_normalize
 
 
 def teaches_advantages(algorithm: AlgorithmConfig) -> bool:
     """Return whether log-probs of a teacher change the advantages."""
-    return algorithm.use_opd and algorithm.opd_kl_coef > 0
+    return algorithm.opd is not None and algorithm.opd.kl_coef > 0
 
 
-def uses_topk(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss has a divergence over a teacher's likeliest tokens."""
-    return algorithm.use_opd and algorithm.distillation_loss_coef > 0
+def topk_divergence(algorithm: AlgorithmConfig) -> TopkKl | None:
+    """Return the divergence over a teacher's likeliest tokens in the loss, if there is one."""
+    return algorithm.opd.distillation if isinstance(algorithm.opd, SglangTeacher) else None
 
 
 def uses_teacher(algorithm: AlgorithmConfig) -> bool:
     """Return whether a teacher changes advantages or loss. With both weights 0 it computes no log-probs."""
-    return teaches_advantages(algorithm) or uses_topk(algorithm)
+    return teaches_advantages(algorithm) or topk_divergence(algorithm) is not None
 
 
 def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
     """Return whether the trainer keeps the weights of a teacher."""
-    return uses_teacher(algorithm) and algorithm.opd_type == "megatron"
+    return uses_teacher(algorithm) and not isinstance(algorithm.opd, SglangTeacher)
 
 
 def asks_teachers(algorithm: AlgorithmConfig) -> bool:
     """Return whether teachers in engine pools compute log-probs of the samples."""
-    return uses_teacher(algorithm) and algorithm.opd_type == "sglang"
-
-
-def asks_topk(algorithm: AlgorithmConfig) -> bool:
-    """Return whether teachers in engine pools return their likeliest tokens, too."""
-    return asks_teachers(algorithm) and uses_topk(algorithm)
+    return uses_teacher(algorithm) and isinstance(algorithm.opd, SglangTeacher)
 
 
 def has_critic(recipe: Recipe) -> bool:
     """Return whether a critic estimates values."""
-    return estimator(recipe.algorithm) == "ppo" and not trains_demonstrations(recipe)
+    return isinstance(recipe.algorithm.estimator, Gae) and not trains_demonstrations(recipe)
 
 
 def first_policy_step(recipe: Recipe) -> int:
     """Return the first train step that trains the policy: earlier ones train the critic alone."""
-    return recipe.algorithm.num_critic_only_steps if has_critic(recipe) else 0
+    estimator = recipe.algorithm.estimator
+    return estimator.num_critic_only_steps if isinstance(estimator, Gae) and has_critic(recipe) else 0
 
 
 def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
@@ -163,21 +130,14 @@ def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
     return msgspec.structs.replace(recipe.optimizer, **given)
 
 
-def uses_groups(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the estimator compares the samples of a group."""
-    return estimator(algorithm) not in ("reinforce", "reinforce_plus_plus", "remax", "ppo", "custom")
+def reward_keys(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Return the names of the rewards that the estimator reads in place of one reward."""
+    return getattr(algorithm.estimator, "reward_keys", ())
 
 
 def needs_baseline(algorithm: AlgorithmConfig) -> bool:
     """Return whether each prompt group has a greedy sample, which is scored and not trained."""
-    return estimator(algorithm) == "remax"
-
-
-def agg_mode(algorithm: AlgorithmConfig) -> AggMode | Custom:
-    """Return how token losses become one loss, or "custom" for a function of the user."""
-    if algorithm.custom_pg_loss_reducer is not None:
-        return "custom"
-    return algorithm.loss_agg_mode or ("token-mean" if algorithm.calculate_per_token_loss else "rollout-mean")
+    return isinstance(algorithm.estimator, Remax)
 
 
 def replays_experts(algorithm: AlgorithmConfig) -> bool:
@@ -289,7 +249,7 @@ def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
     """Return an evaluation set as a data source: its own columns and grader, completed by the first data source's."""
     first = recipe.data[0]
     kwargs = item.apply_chat_template_kwargs
-    template = item.apply_chat_template
+    template, continues = item.apply_chat_template, item.continue_final_message
     return DataConfig(
         name=item.name,
         path=item.path,
@@ -301,9 +261,15 @@ def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
         tool_key=item.tool_key or first.tool_key,
         apply_chat_template=first.apply_chat_template if template is None else template,
         apply_chat_template_kwargs=first.apply_chat_template_kwargs if kwargs is None else kwargs,
+        continue_final_message=first.continue_final_message if continues is None else continues,
         rm_type=item.rm_type or first.rm_type,
         max_row_bytes=first.max_row_bytes,
     )
+
+
+def limits_of(reward: RewardConfig) -> UserLimits:
+    """Return the limits of processes of users' functions."""
+    return UserLimits(memory_bytes=reward.memory_bytes, max_files=reward.max_files, env=reward.env)
 
 
 def max_prompt_len(rollout: RolloutConfig) -> int | None:

@@ -50,7 +50,7 @@ def half_problems(topology: Topology) -> Iterator[Problem]:
     if load is not None and only != "trainer":
         yield Problem(key="run.load", value=show(load), message='has no effect without run.only = "trainer"')
     if only is not None and trains_demonstrations(topology):
-        message = 'algorithm.loss_type = "sft_loss" already trains without rollout; leave run.only unset'
+        message = 'algorithm.loss.type = "sft" already trains without rollout; leave run.only unset'
         yield Problem(key="run.only", value=show(only), message=message)
 
 

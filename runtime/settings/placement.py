@@ -33,11 +33,13 @@ def home_node(topology: Topology) -> str:
 
 
 def is_networked(topology: Topology) -> bool:
-    """Return whether servers listen beyond this machine: with several nodes, or at an address that is not loopback."""
+    """Return whether servers listen for others: other nodes, external clients at an address that is not loopback, or
+    external graders on this machine at one that is.
+    """
     if len(topology.nodes) > 1:
         return True
     address = next(iter(topology.nodes.values())).address
-    return address is not None and not is_loopback(address)
+    return address is not None and (not is_loopback(address) or bool(topology.reward.external))
 
 
 def is_loopback(address: str) -> bool:

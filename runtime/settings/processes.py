@@ -1,9 +1,19 @@
 """Process specifications for the node daemon. actors/processes.py lists the processes of a run."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import IntEnum
+from typing import Final, Self
 
 import msgspec
+
+from runtime.util.import_path import ROOT
+
+OURS: Final = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # for -P
+    "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
+    "MKL_NUM_THREADS": "1",
+}
 
 
 class Tier(IntEnum):
@@ -80,6 +90,12 @@ class RestartGroupSpec(msgspec.Struct, frozen=True):
     num_processes: int  # on this node
     nodes: tuple[str, ...] = ()  # of all processes, that of the first process first; empty: only this node
 
+    @classmethod
+    def of(cls, name: str, nodes_of_processes: Sequence[str], node: str) -> Self:
+        """Return the restart group of processes on these nodes, as one of the nodes has it."""
+        nodes = tuple(dict.fromkeys(nodes_of_processes))
+        return cls(name, sum(each == node for each in nodes_of_processes), nodes if len(nodes) > 1 else ())
+
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start, probe, restart and stop one process.
@@ -92,18 +108,43 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # also of its log
     command: tuple[str, ...]
     env: Mapping[str, str] = {}  # added to the node daemon's
+    functions: Mapping[str, str] = {}  # users' functions that run in it, by setting
     restart_group: RestartGroupSpec | None = None
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; a slower process is killed and counts as failed
     probe: Probe | None = None  # checked repeatedly once the process is ready
     unresponsive_after_s: float = 60.0  # without an answer or a heartbeat; then it is killed and counts as failed
+    silent_after_s: float = 20.0  # the same; then it is named
     crash_words: tuple[str, ...] = ()  # in its output: the process ended itself, whatever the signal
     address_key: str | None = None  # KV key that receives its URL each time it is ready
     tier: Tier = Tier.ACTOR
     critical: bool = True  # the run fails when the process is given up; otherwise if too few of its kind are left
     max_restarts: int = 10  # without progress of the run between them; of an observer, from the start of the run on
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
+
+
+PROBE_EVERY_S: Final = 5.0
+PROBES_PER_LIMIT: Final = 4  # at least, before a server counts as unresponsive
+
+
+def probe_interval_s(limit_s: float) -> float:
+    """Seconds between two liveness probes of a server that may be silent for `limit_s`."""
+    return min(PROBE_EVERY_S, limit_s / PROBES_PER_LIMIT)
+
+
+def probe_patience_s(limit_s: float, silent_s: float) -> float:
+    """Seconds that a probe waits for its answer: half of the limit, or its rest if that is less."""
+    every_s = probe_interval_s(limit_s)
+    return min(limit_s / 2, max(every_s, limit_s - silent_s - every_s))
+
+
+def longest_silence_s(limit_s: float) -> float:
+    """Seconds from a server's last answer until it is killed, at most."""
+    silent_s = 0.0
+    while silent_s < limit_s:
+        silent_s += probe_interval_s(limit_s) + probe_patience_s(limit_s, silent_s)
+    return silent_s
 
 
 def with_address(text: str, host: str, port: int) -> str:

@@ -6,12 +6,14 @@ import msgspec
 
 from runtime.settings.derived import (
     asks_teachers,
-    asks_topk,
     critic_optimizer,
     has_critic,
     reads_reference,
+    topk_divergence,
     trains_demonstrations,
 )
+from runtime.settings.reading.access import Running
+from runtime.settings.reading.schema import stored_tables
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.tables.observe import ObserveConfig
@@ -44,7 +46,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     # The machines of the run. Without this table there is one node, "local".
     nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
-    # The pool "policy" generates samples. With `algorithm.opd_type = "sglang"`, "teacher" and the pools that
+    # The pool "policy" generates samples. With `algorithm.opd.type = "sglang"`, "teacher" and the pools that
     # `data.teacher` names compute log-probs of the samples. So does "ref" for the reference, in place of the trainer.
     # The pools of `reward.judges` serve judges. Training on demonstrations runs no engines.
     engines: dict[Name, EngineConfig] = {}
@@ -52,7 +54,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     buffer: BufferConfig = BufferConfig()
     observe: ObserveConfig = ObserveConfig()
     # Groups of actors that share one process. By default each actor has its own process.
-    share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()
+    share: Running[tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...]] = ()
 
 
 def encode_topology(topology: Topology) -> bytes:
@@ -61,12 +63,12 @@ def encode_topology(topology: Topology) -> bytes:
 
 
 def decode_topology(data: bytes) -> Topology:
-    """Decode what `encode_topology` wrote.
+    """Decode what `encode_topology` wrote, in this version or the last one.
 
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: another version wrote it, or it was edited.
     """
-    return msgspec.json.decode(data, type=Topology)
+    return msgspec.convert(stored_tables(data, Topology), Topology)
 
 
 class SglangArgument(NamedTuple):
@@ -164,8 +166,8 @@ def column_names(topology: Topology) -> tuple[str, ...]:
 
 def topk_of_column(topology: Topology, column: str) -> int:
     """Return how many of the likeliest tokens come with each log-prob of a column. 0: none."""
-    algorithm = topology.algorithm
-    return algorithm.distillation_topk if column == TEACHER_LOG_PROBS and asks_topk(algorithm) else 0
+    distillation = topk_divergence(topology.algorithm)
+    return 0 if distillation is None or column != TEACHER_LOG_PROBS else distillation.topk
 
 
 def frozen_pools(topology: Topology) -> tuple[str, ...]:

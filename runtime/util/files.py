@@ -1,7 +1,11 @@
-"""Atomic and durable writes of files and directories. Standard library only, because set-up imports it too."""
+"""Atomic and durable writes of files and directories; the user's directories for a cache and for state.
+
+Standard library only, because set-up imports it too.
+"""
 
 import os
 import shutil
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +13,26 @@ from typing import BinaryIO, Final
 
 PRIVATE_FILE: Final = 0o600
 PRIVATE_DIRECTORY: Final = 0o700
+STDOUT: Final = Path("-")
+
+
+def user_cache(name: str) -> Path:
+    """Return a directory of this user for files that may be removed at any time. It may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "physarum" / name
+
+
+def user_state(name: str) -> Path:
+    """Return a directory of this user for files that outlive a run and are of this machine. It may not exist yet.
+
+    Raises:
+        OSError: this user has no home.
+    """
+    chosen = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        place = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".local" / "state"
+        return place / "physarum" / name
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error} HOME and XDG_STATE_HOME are not set") from error
 
 
 @contextmanager
@@ -32,6 +56,20 @@ def write_atomically(path: Path, content: bytes, mode: int = PRIVATE_FILE) -> No
     """Replace a file atomically."""
     with atomic_file(path, mode) as file:
         file.write(content)
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that the user names: through links, into devices and pipes, or to standard output for "-"."""
+    if path == STDOUT:
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+        return
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        with place.open("wb") as file:
+            file.write(content)
+    else:
+        write_atomically(place, content)
 
 
 def complete(partial: Path, path: Path) -> None:

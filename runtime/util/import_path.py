@@ -8,12 +8,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("actors", "bin", "messages", "runtime")  # packages; no user module may have one of these names
 IS_CHECKOUT = (ROOT / "bin" / "setup").is_file()  # otherwise installed from a wheel, whose commands are on PATH
+COMMAND = "physarum"
+VERBS = {"start-topology": "start", "export-hf": "export"}  # of scripts in bin/ that have another name than their verb
 SLOPPY = frozenset({"docs", "examples", "scripts", "test", "tests"})  # some distributions install these by mistake
 
 
 def command_name(command: str) -> str:
-    """Return the name that starts a command, for help texts and hints: "bin/ledger", or "ledger" if installed."""
-    return f"bin/{command}" if IS_CHECKOUT else command
+    """Return the words that start a command, as the user started this one: "bin/ledger", or "physarum ledger".
+
+    Args:
+        command: name of a script of bin/; "" for the command itself, with a space where its verb follows.
+    """
+    program, first = (os.path.basename(word) for word in (*sys.argv, "", "")[:2])
+    place = "bin/" if program == f"{COMMAND}.py" else ""
+    has_verb = program == COMMAND or (place and first == COMMAND) or not command
+    if not has_verb and (IS_CHECKOUT or command == program):
+        return f"bin/{command}" if IS_CHECKOUT else command
+    return f"{place}{COMMAND} {VERBS.get(command, command)}"
 
 
 def user_folder_last() -> None:

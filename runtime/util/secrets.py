@@ -1,8 +1,12 @@
 """Secrets: hidden when printed, stored in files that only their owner can read, and removed from displayed URLs."""
 
+import logging
 import os
 import re
 import secrets
+import select
+import stat
+import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +23,9 @@ _CREDENTIALS: Final = re.compile(
 )
 _JWT: Final = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]+")
 _SEED: Final = re.compile(r"SU[A-Z2-7]{56}")  # of a user
+SAY_AFTER_S: Final = 2.0  # of a wait for a pipe
+PIPE_S: Final = 30.0  # until a pipe must have been written and closed
+PIPE_BYTES: Final = 1 << 20
 _BYTES: Final = 24  # random bytes in a generated secret
 _LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # up to the last @ of a URL, because a password may hold any character
 
@@ -163,17 +170,37 @@ def kept_secret(path: Path) -> Secret:
 
 
 def read_private(path: Path) -> str:
-    """Read a file that only its owner may read.
+    """Read a file, or a pipe, that only its owner may read.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: other users may read the file; the text says what to do.
+        ValueError: other users may read the file, or a pipe brings no whole text in time; the text says what to do.
     """
-    with path.open(encoding="utf-8") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
         if mode & 0o077:
             raise ValueError(f"{path} holds a secret and others may read it (mode {mode & 0o777:o}): chmod 600 {path}")
-        return file.read()
+        return (_piped(path, descriptor) if stat.S_ISFIFO(mode) else file.read()).decode()
+
+
+def _piped(path: Path, descriptor: int) -> bytes:
+    """Read a pipe to its end. Log a wait, and end it with an error."""
+    content, readable, began, has_said = b"", select.poll(), time.monotonic(), False
+    readable.register(descriptor, select.POLLIN)
+    while (waited_s := time.monotonic() - began) < PIPE_S and len(content) <= PIPE_BYTES:
+        if waited_s >= SAY_AFTER_S and not has_said:
+            has_said = True
+            logging.getLogger(__name__).warning("%s is a pipe: waiting up to %g s for its content", path, PIPE_S)
+        limit_s = (PIPE_S if has_said else SAY_AFTER_S) - waited_s
+        if readable.poll(max(1, limit_s * 1000)):
+            part = os.read(descriptor, PIPE_BYTES)
+            if not part:
+                return content
+            content += part
+    raise ValueError(
+        f"{path} is a pipe: no program wrote at most {PIPE_BYTES:,} bytes and closed it within {PIPE_S:g} s"
+    )
 
 
 def make_private(directory: Path) -> None:

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[2]
 PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
     "messages",
     "actors/rollout/samples",
+    "actors/rollout/slime",
     "actors/rollout/offline",
     "actors/rollout/requests",
     "actors/rollout/samples",
@@ -22,7 +23,7 @@ ALLOWED = {
     "actors/rollout/samples/context.py": 4,  # what a generate function reads: prompt_ids, ids and turns
     "actors/rollout/samples/evaluation_function.py": 1,  # ids of an ended sample, which an evaluation function reads
     "actors/rollout/samples/rollout_function.py": 1,  # ids of an ended sample, which a rollout function reads
-    "actors/rollout/samples/slime_call.py": 1,  # ids of the prompt, which a rollout function of slime posts
+    "actors/rollout/slime/call.py": 1,  # ids of the prompt, which a rollout function of slime posts
     "actors/rollout/sglang/body.py": 1,  # the tokens so far, which a request begins with
     "actors/rollout/sglang/served_model.py": 1,  # the last few tokens, for a tokenizer
 }

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from actors.preflight import block_problems, preflight
+from actors.preflight import check_fp8, preflight
 from actors.trainer.models.config import read_hf_config
+from runtime.node.checks.context import CheckContext
 from runtime.settings.load import load_topology
 from tests.actors.trainer.hf import write_model
 from tests.gpu.model import CONFIG
 from tests.runtime.settings.shipped import LAPTOP
+from tests.support.checks import problems_of
 
 TOPOLOGY = Path(__file__).parents[2] / "topologies" / "colocate-8gpu.toml"
 FP8 = "engines.policy.weight_format=fp8"
@@ -40,7 +42,7 @@ def test_a_model_that_sglang_does_not_read_in_fp8_is_refused_by_its_size(
     changes: dict[str, Any], settings: tuple[str, ...], refused: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
-    found = list(block_problems(load_topology(TOPOLOGY, settings).topology, read_hf_config(tmp_path)))
+    found = problems_of(load_topology(TOPOLOGY, (*settings, f"model.hf_checkpoint={tmp_path}")), check_fp8)
     assert [(problem.key, problem.message) for problem in found] == (
         [("engines.policy.weight_format", refused)] if refused else []
     )
@@ -48,11 +50,13 @@ def test_a_model_that_sglang_does_not_read_in_fp8_is_refused_by_its_size(
 
 def critic_problems(tmp_path: Path, *overrides: str, critic: dict[str, Any] | None = None) -> dict[str, str]:
     """What a start of the laptop topology with PPO is refused for, by key."""
-    settings = ["algorithm.advantage_estimator=ppo", f"run.dir={tmp_path}", *overrides]
+    settings = ["algorithm.estimator.type=ppo", f"run.dir={tmp_path}", *overrides]
     if critic is not None:
         write_model(tmp_path / "critic", **critic)
         settings.append(f"critic.hf_checkpoint={tmp_path / 'critic'}")
-    return {problem.key: problem.message for problem in preflight(load_topology(LAPTOP, settings)).problems}
+    return {
+        problem.key: problem.message for problem in preflight(CheckContext(load_topology(LAPTOP, settings))).problems
+    }
 
 
 def test_a_critic_may_be_of_another_size_but_reads_the_tokens_of_the_actor(tmp_path: Path) -> None:

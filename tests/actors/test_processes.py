@@ -50,7 +50,7 @@ def test_no_engine_is_started_where_running_ones_are_named() -> None:
 
 def test_engines_of_a_teacher_serve_its_model_without_a_router() -> None:
     teacher = '{kind = "tiny", hf_checkpoint = "topologies/demo/models/boxed-copy", num_engines = 2}'
-    overrides = ("algorithm.use_opd=true", "algorithm.opd_type=sglang", f"engines.teacher={teacher}")
+    overrides = ("algorithm.opd.type=sglang", f"engines.teacher={teacher}")
     found = specs("laptop.toml", "local", *overrides, "rollout.max_context_len=20")
     teachers = [found[f"engine.teacher.{index}"] for index in range(2)]
     assert "router.teacher" not in found
@@ -297,7 +297,7 @@ def test_ranks_on_the_cpu_are_dealt_to_their_nodes_in_blocks() -> None:
 
 def test_a_critic_with_ranks_of_its_own_has_processes_after_those_of_the_actor_in_one_restart_group() -> None:
     gpus = ("trainer.gpus=n0:0-3", "engines.policy.gpus=n0:4-7", "trainer.critic.gpus=n1:2-3")
-    own = ("algorithm.advantage_estimator=ppo", *gpus)
+    own = ("algorithm.estimator.type=ppo", *gpus)
     found = {node: specs("disaggregate-2x8gpu.toml", node, *own) for node in ("n0", "n1")}
     ranks = {
         node: {name: spec for name, spec in of.items() if name.startswith("trainer")} for node, of in found.items()

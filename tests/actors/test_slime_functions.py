@@ -9,17 +9,18 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.filter.filters import GroupSummary, find_filter, verdict_of
+from actors.filter.filters import GroupSummary, verdict_of
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.stated import slime_dapo
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.rollout.samples.rollout_function import find_rollout_function
 from messages.events import Outcome
-from runtime.settings.plugins import PluginError, load_class, load_plugin
-from runtime.settings.slime.functions import PAGE, Args, DynamicFilterOutput, Sample, offer
+from runtime.compat.slime.functions import PAGE, Args, DynamicFilterOutput, Sample, offer
+from runtime.functions.load import PluginError, load
+from runtime.functions.table import FILTER, GRADER, ROLLOUT, SOURCE, SOURCE_CLASS
 
 ROOT = Path(__file__).parents[2]
+HUB = "slime.rollout.filter_hub.dynamic_sampling_filters"
 REWARDS = """
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.sglang_rollout import GenerateState
@@ -120,10 +121,12 @@ def summary(*rewards: float) -> GroupSummary:
 
 
 def test_a_dynamic_filter_of_slime_judges_groups(folder: Path) -> None:
-    own = find_filter("slime:mine.py:filters", [folder])
+    own = load(FILTER, "k", "slime:mine.py:filters", [folder]).function
     assert verdict_of(own(summary(0.0, 1.0)), "own").outcome is Outcome.KEEP
     assert verdict_of(own(summary(0.0, 0.0)), "own").reason == "all_wrong"
-    slimes = find_filter("slime:slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std")
+    slimes = load(
+        FILTER, "k", "slime:slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std"
+    ).function
     assert verdict_of(slimes(summary(0.0, 1.0)), "slime").outcome is Outcome.KEEP
     assert verdict_of(slimes(summary(1.0, 1.0)), "slime").reason == "zero_std_1.0"
 
@@ -139,19 +142,19 @@ def test_a_dynamic_filter_of_slime_judges_groups(folder: Path) -> None:
 def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: str, refusal: str) -> None:
     (tmp_path / "other.py").write_text(f"{text}\ndef grade(args, sample):\n    return 0.0\n")
     with pytest.raises(PluginError, match=refusal) as caught:
-        load_plugin("rm_type", "slime:other.py:grade", parameters=("sample",), base_dirs=[tmp_path])
+        load(GRADER, "rm_type", "slime:other.py:grade", [tmp_path])
     assert PAGE in str(caught.value)
     assert "slime:other.py:grade" in str(caught.value)
 
 
 def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
     with pytest.raises(PluginError, match="functions of slime do not run here") as caught:
-        load_plugin("data.0.source", "slime:mine.py:reward_func", parameters=("number",))
+        load(SOURCE, "data.0.source", "slime:mine.py:reward_func")
     assert PAGE in str(caught.value)
     with pytest.raises(PluginError, match=r"is called with .args, rollout_id, data_buffer."):
-        find_rollout_function("slime:mine.py:reward_func", [folder])
+        load(ROLLOUT, "rollout.custom_rollout", "slime:mine.py:reward_func", [folder])
     with pytest.raises(PluginError, match="classes of slime do not run here"):
-        load_class("data.0.source_class", "slime:mine.py:Source", methods=("next",))
+        load(SOURCE_CLASS, "data.0.source_class", "slime:mine.py:Source")
 
 
 def test_an_installed_slime_is_not_shadowed(tmp_path: Path) -> None:

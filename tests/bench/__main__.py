@@ -1,6 +1,6 @@
 """Runs benchmarks one after another, each in a fresh process, and prints all their results as one JSON object.
 
-Run: python -m tests.bench [--results DIR] [NAME...]. What each one measures is in docs/develop/benchmarks.md.
+Run: python -m tests.bench [--results DIR] [NAME...]. What each one measures is in docs/reference/benchmarks.md.
 """
 
 import argparse

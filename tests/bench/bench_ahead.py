@@ -21,7 +21,7 @@ from tests.bench.rig import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY: Final = 4096
-ALGORITHM: Final = {"kl_loss_coef": 0.1, "use_rollout_logprobs": False}
+ALGORITHM: Final = {"use_rollout_logprobs": False, "kl": {"type": "k1", "loss_coef": 0.1}}
 
 
 def main(argv: list[str] | None = None) -> int:

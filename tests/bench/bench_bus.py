@@ -1,6 +1,8 @@
 """The typed bus against nats-py doing the same with the same messages, in one run. Prints rates and ratios as JSON.
 
-Run: python -m tests.bench.bench_bus
+With --sync: publishing to a server with `bus.sync = "always"` against one with "interval", on the disk of DIR.
+
+Run: python -m tests.bench.bench_bus [--sync DIR]
 """
 
 import argparse
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -37,6 +40,7 @@ from messages import (
 from messages.subjects import stream_of, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
+from runtime.bus.nats.server import SYNC_INTERVAL, ServerSettings
 from runtime.process.logs import configure_logging
 from tests.support.running_server import running_server
 
@@ -211,13 +215,46 @@ async def compare(bench: Bench, num_repeats: int) -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
+async def sync_cost(place: Path, num_messages: int, num_repeats: int) -> dict[str, float]:
+    """Messages a second under both values of `bus.sync`, and their ratio: medians over repeats taken in turn."""
+    found: dict[str, float] = {}
+    async with AsyncExitStack() as stack:
+        buses: dict[str, Bus] = {}
+        for name, sync_interval in (("interval", SYNC_INTERVAL), ("always", "always")):
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
+            settings = ServerSettings(store_dir=directory / "store", sync_interval=sync_interval)
+            server = await stack.enter_async_context(running_server(directory, settings))
+            buses[name] = await stack.enter_async_context(Bus.connect(server.url, RUN, name="bench"))
+            await buses[name].ensure_streams(StreamLimits())
+        for what, make, in_flight in (
+            ("event", event, 1),
+            ("event_64_in_flight", event, IN_FLIGHT),
+            ("group", lambda _: payload(1024), 1),
+            ("group_64_in_flight", lambda _: payload(1024), IN_FLIGHT),
+        ):
+            rates: dict[str, list[float]] = {name: [] for name in buses}
+            for _ in range(num_repeats):
+                for name, bus in buses.items():
+                    rates[name].append(
+                        await rate(num_messages, lambda number, b=bus, m=make: b.publish(m(number)), in_flight)
+                    )
+            for name, each in rates.items():
+                found[f"{what}_{name}_per_s"] = statistics.median(each)
+            found[f"{what}_ratio"] = found[f"{what}_always_per_s"] / found[f"{what}_interval_per_s"]
+    return {name: round(value, 2) for name, value in found.items()}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=4000, help="per measurement")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sync", metavar="DIR", type=Path, help="measure bus.sync on the disk of this directory")
     args = parser.parse_args(argv)
     configure_logging("bench", RUN)
-    found = anyio.run(measure, args.messages, args.repeats, backend_options={"use_uvloop": True})
+    if args.sync is not None:
+        found = anyio.run(sync_cost, args.sync, args.messages // 10, args.repeats)
+    else:
+        found = anyio.run(measure, args.messages, args.repeats, backend_options={"use_uvloop": True})
     print(json.dumps(found, indent=2))
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-START = (sys.executable, str(ROOT / "bin" / "start_topology.py"))
+START = (sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology")
 TOPOLOGY = str(ROOT / "topologies" / "laptop.toml")
 SAMPLE_S = 0.2  # between two looks at the CPU times of all processes
 PARTS = ("perf/rollout_time", "perf/train_time", "perf/update_weights_time")
@@ -131,7 +131,7 @@ class CpuTimes:
     def _name(self, process: psutil.Process) -> str:
         """The name of a process; "" if it has ended and its times alone are left."""
         words = " ".join(process.cmdline())
-        if process.pid == self._command.pid or "start_topology" in words:  # a child that has not begun is a copy of it
+        if process.pid == self._command.pid or "start-topology" in words:  # a child that has not begun is a copy of it
             return "daemon"
         if "actors.observer" in words or "actors.trackers" in words:
             return "observers"

@@ -26,7 +26,7 @@ import psutil
 import uvloop
 
 from actors.rollout.samples.buffer import SampleBuffer
-from actors.rollout.sglang.command_lines import STREAM_INTERVAL
+from actors.rollout.sglang.processes import STREAM_INTERVAL
 from actors.rollout.sglang.reading import AnswerReader
 from runtime.node.supervisor.ports import free_port
 from tests.support.tiny_engine import running_engine, running_router, write_config

@@ -36,7 +36,7 @@ from tests.support.machines.bus import start_nats
 from tests.support.machines.lan import Lan, machines
 from tests.support.machines.machine import Machine, Process
 
-START: Final = (sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"))
+START: Final = (sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "start-topology")
 RUN: Final = "bench"
 WARM_UP: Final = 4  # train steps
 RUN_S: Final = 900.0

@@ -24,10 +24,10 @@ import anyio
 import msgspec
 import psutil
 
-from runtime.node.observing import SNAPSHOT_FILE
+from actors.observer.observing import SNAPSHOT_FILE
 from runtime.process.logs import configure_logging
+from tests.actors.observer.test_following import a_run
 from tests.bench.rig import ROOT, rounded
-from tests.runtime.node.test_following import a_run
 from tests.support.archived_run import events_of_a_run, make_archived_run
 
 TARGETS = {"first_s": 60.0, "again_s": 10.0, "peak_mb": 150.0}
@@ -38,7 +38,7 @@ LONGEST_LINE = 64 * 1024 * 1024  # bytes of one state of the page
 @contextmanager
 def watching(directory: Path) -> Iterator[tuple[psutil.Process, str]]:
     """Run the command for the duration of a block; yield its process and the URL of its page."""
-    command = [sys.executable, "-P", str(ROOT / "bin" / "watch.py"), str(directory), "--page"]
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "watch", str(directory), "--page"]
     process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     try:
         found = re.match(r"page +(\S+)", process.stdout.readline())

@@ -19,7 +19,6 @@ import anyio
 from actors.buffer.prompts.drawn import DrawnPrompts
 from actors.buffer.prompts.prompts import PromptReader
 from actors.buffer.prompts.source_process import SourceProcess, SourceSettings
-from actors.buffer.prompts.source_worker import Hello
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from messages import GroupsIssued, IssuedGroup
 from runtime.bus.bus import Bus
@@ -51,7 +50,7 @@ async def measure(args: argparse.Namespace, size: int, folder: Path) -> dict[str
     file = folder / f"source_{size}.py"
     file.write_text(SOURCE.format(size=size))
     data = DataConfig(name="d", source_class=f"{file}:Source", label_key="label", rm_type="exact_match")
-    source = SourceProcess(SourceSettings(hello=Hello(key="k", value=f"{file}:Source"), timeout_s=60.0))
+    source = SourceProcess(SourceSettings(key="data.0.source_class", value=f"{file}:Source", timeout_s=60.0))
     reader = PromptReader(load_tokenizing(str(MODEL)), None)
     state, draw_s, store_s = LedgerState(), list[float](), list[float]()
     started = time.perf_counter()

@@ -203,12 +203,15 @@ def plain_loop(topology: Any, width: int, device: str = "cpu", *, head: str = "a
     import transformers
 
     from actors.trainer.algorithms.group_baselines import grpo_advantages
+    from runtime.settings.tables.losses import PpoLoss
 
     config = transformers.AutoConfig.from_pretrained(topology.model.hf_checkpoint, attn_implementation="sdpa")
     model: Any = transformers.AutoModelForCausalLM.from_config(config).to(device)
     half = torch.autocast(device, torch.bfloat16, enabled=topology.model.dtype == "bfloat16")
     most = topology.train.max_tokens_per_gpu
-    settings, clip = topology.optimizer, topology.algorithm
+    settings, algorithm = topology.optimizer, topology.algorithm
+    clip = algorithm.loss
+    assert isinstance(clip, PpoLoss)
     betas = (settings.adam_beta1, settings.adam_beta2)
     adam = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
@@ -217,7 +220,7 @@ def plain_loop(topology: Any, width: int, device: str = "cpu", *, head: str = "a
 
     def train(batch: Any) -> None:
         advantages = grpo_advantages(batch.rewards_B, batch.groups_B, batch.rollouts_B)
-        for samples in np.array_split(np.arange(len(batch.lengths_B)), clip.num_steps_per_rollout):
+        for samples in np.array_split(np.arange(len(batch.lengths_B)), algorithm.num_steps_per_rollout):
             adam.zero_grad()
             num_tokens = int(batch.mask_sums_B[samples].sum())
             for members in buckets(batch.lengths_B, samples, width, most):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-START: Final = (sys.executable, str(ROOT / "bin" / "start_topology.py"))
+START: Final = (sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology")
 TOPOLOGY: Final = str(ROOT / "topologies" / "laptop-split.toml")
 MODEL: Final = ROOT / "topologies" / "demo" / "models" / "reverse-digits"
 LARGE: Final = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8}

@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 
-from actors.processes import OURS, process_specs
+from actors.processes import process_specs
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
-from runtime.settings.processes import ProcessSpec
+from runtime.settings.processes import OURS, ProcessSpec
 from runtime.settings.topology import SOLE_NODE, Topology
 
 ROOT = Path(__file__).parents[2]

@@ -48,7 +48,7 @@ ACCEPTED = {
     ),
     "reference, few slots, shared processes": Case(
         (
-            "algorithm.kl_loss_coef=0.1",
+            "algorithm.kl.loss_coef=0.1",
             "engines.policy.concurrency=1",
             'share=[["rollout", "reward"], ["buffer", "filter"]]',
         )
@@ -92,7 +92,7 @@ REFUSED = {
     "nothing kept": Case(
         (
             "rollout.n_samples_per_prompt=1",
-            "algorithm.disable_rewards_normalization=true",
+            "algorithm.estimator.normalize=false",
             "rollout.dynamic_filter=nonzero_std",
         ),
         "rollout.n_samples_per_prompt",
@@ -141,7 +141,7 @@ REFUSED = {
     "a config of texts": Case(("model.hf_checkpoint=TMP/texts",), "model.hf_checkpoint", "Expected `int`, got `str`"),
     "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "its vocabulary has 8"),
     "another reference": Case(
-        ("algorithm.kl_loss_coef=0.1", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
+        ("algorithm.kl.loss_coef=0.1", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
     ),
     "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model's context has 64"),
     "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model's context has 64"),

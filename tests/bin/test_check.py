@@ -275,7 +275,12 @@ def test_an_engine_that_serves_what_is_asked_for_is_accepted(
 )
 def test_what_is_accepted_trains_a_step(name: str, things: Path, tmp_path: Path, ports: dict[str, str]) -> None:
     make_parquet(things)
-    command = [sys.executable, str(ROOT / "bin/start_topology.py"), *arguments(ACCEPTED[name], things, tmp_path, ports)]
+    command = [
+        sys.executable,
+        str(ROOT / "bin/physarum.py"),
+        "start-topology",
+        *arguments(ACCEPTED[name], things, tmp_path, ports),
+    ]
     done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 1

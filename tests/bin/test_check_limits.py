@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import actors.preflight  # noqa: F401 - here once, not in the process of each check
+from actors.preflight_prompts import PROBE
 from bin.start_topology import main
 from tests.bin.check_cases import LAPTOP, MODEL, ROOT
 
@@ -35,7 +36,8 @@ def online(sample):
 def sleeping(sample):
     import time
     time.sleep(60)
-def loud(sample): print("LOUD"); return 1.0
+def loud(sample): print("LOUD" * 30_000); return 1.0
+def forgetful(sample): sample.response == sample.label
 class Levels:
     def draw(self, number): raise KeyError(number)
     def state(self): return 0
@@ -57,8 +59,9 @@ def users(tmp_path: Path) -> Path:
         rows = [{"input": "12", "label": "21"}, {"input": "12", "label": label}]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loop = "{% for i in range(99999) %}"
-    endless = f"{loop * 3}x{'{% endfor %}' * 3}"
-    changes = {"loops/tokenizer_config.json": {"chat_template": endless}, "huge/config.json": {"hidden_size": 2**26}}
+    is_row = f"{{% if messages[0]['content'] != '{PROBE}' %}}"  # the check renders a message before the rows
+    endless = f"{is_row}{loop * 3}{'{% endfor %}' * 3}{{% endif %}}"
+    changes = {"loops/tokenizer_config.json": {"chat_template": endless}, "huge/config.json": {"hidden_size": 2**22}}
     changes |= {"wide/config.json": {"hidden_size": 2**20}}
     for name, change in changes.items():
         file = tmp_path / name
@@ -70,7 +73,8 @@ def users(tmp_path: Path) -> Path:
 def check(users: Path, *changes: str, limit_s: float = 2) -> int:
     words = ["rollout.shuffle=false", "eval=[]", f"run.dir={users}", f"run.check_timeout_s={limit_s}", *changes]
     words = [word.replace("TMP", str(users)) for word in words]
-    return main([str(LAPTOP), "--check", *(part for word in words for part in ("--set", word))])
+    options = [word for word in words if word.startswith("--")]
+    return main([str(LAPTOP), "--check", *options, *(f"--set={word}" for word in words if word not in options)])
 
 
 def source(name: str) -> str:
@@ -103,6 +107,11 @@ def source(name: str) -> str:
         ("data.0.rm_type=TMP/users.py:generator", "data.0.rm_type", "generator is a generator"),
         ("data.0.rm_type=TMP/ends.py:f", "data.0.rm_type", "importing it ended the process: it exited with code 4"),
         ("data.0.rm_type=TMP/asks.py:f", "data.0.rm_type", "importing it failed: EOFError"),
+        (
+            "data.0.rm_type=TMP/users.py:forgetful",
+            "data.0.rm_type",
+            "returned None, not a number (TMP/users.py:23, in forgetful)",
+        ),
         ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory in 1 replica"),
         ("model.hf_checkpoint=TMP/wide", "model.hf_checkpoint", "hidden_size = 1048576: at most 131072"),
         ("train.num_steps=0", "train.num_steps = 0", "the run has no length"),
@@ -113,6 +122,7 @@ def test_what_would_end_a_start_is_refused(
 ) -> None:
     assert check(users, change, limit_s=60) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    words = words.replace("TMP", str(users))
     assert any(f": {key}" in line and words in line for line in lines), lines
 
 
@@ -147,15 +157,27 @@ def test_a_grader_that_fails_on_an_empty_answer_is_a_note(
     assert words in capsys.readouterr().err
 
 
+def test_strict_refuses_what_is_a_note_otherwise(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(users, "data.0.rm_type=TMP/users.py:careless", "--strict", limit_s=60) == 2
+    assert "raised ZeroDivisionError('float division by zero') (" in capsys.readouterr().err
+    assert main([str(LAPTOP), "--strict"]) == 2
+    assert "--strict needs --check" in capsys.readouterr().err
+
+
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-P", str(ROOT / "bin/start_topology.py"), *words]
+    return [sys.executable, "-P", str(ROOT / "bin/physarum.py"), "start-topology", *words]
 
 
-def test_what_a_grader_prints_is_no_output_of_the_check(users: Path) -> None:
+def test_what_a_grader_prints_is_in_a_file_and_one_line_names_it(users: Path) -> None:
     words = [str(LAPTOP), "--check", "--set", f"data.0.rm_type={users}/users.py:loud", "--set", f"run.dir={users}"]
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, "TMPDIR": str(users)}
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, check=False, env=env)
     assert (done.returncode, done.stdout) == (0, f"{LAPTOP}: valid; the run can start on this machine\n")
-    assert "LOUD" in done.stderr
+    (note,) = done.stderr.splitlines()
+    printed = Path(note.rpartition(": ")[2])
+    assert note.startswith("note: the checks and your functions printed ")
+    assert "LOUD" in printed.read_text()
+    assert printed.parent == users
 
 
 @pytest.mark.parametrize("name", ["torch", "anyio", "argparse"])

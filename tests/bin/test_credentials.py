@@ -20,12 +20,12 @@ from tests.runtime.node.test_external_clients import running
 from tests.support.commands import called
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ROOT / "bin" / "credentials.py"
+COMMAND = ROOT / "bin" / "physarum.py"
 GRADER = ("grader", "--name", "alice", "--grader", "math")
 
 
 def credentials(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", str(COMMAND), str(run_dir), *arguments]
+    command = [sys.executable, "-P", str(COMMAND), "credentials", str(run_dir), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40, check=False)
 
 
@@ -50,7 +50,7 @@ async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tm
     run_dir, file = describe(tmp_path / "r"), tmp_path / "alice.toml"
     call = partial(anyio.to_thread.run_sync, credentials, run_dir)
     async with running(run_dir):
-        command = [sys.executable, "-P", str(COMMAND), str(run_dir), *GRADER]
+        command = [sys.executable, "-P", str(COMMAND), "credentials", str(run_dir), *GRADER]
         with file.open("w") as output:
             given = await anyio.run_process(command, stdout=output, check=False)
         assert (given.returncode, given.stderr) == (0, b"alice: accepted\n")
@@ -73,14 +73,14 @@ async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tm
     assert listed.stdout.splitlines()[-1] == f"alice: grader math, revoked{until}"
     assert listed.stdout.splitlines()[0].startswith("bob: viewer, valid, until ")
     later = await call("viewer", "--name", "carol")
-    assert later.stderr == "carol: no node daemon runs r now; this applies from its next start on\n"
+    assert later.stderr.splitlines() == ["carol: no node daemon runs r now; this applies from its next start on"]
 
 
 @pytest.mark.parametrize(
     ("address", "bus", "arguments", "problem"),
     [
-        (None, {}, GRADER, "listens on this machine alone: set nodes.local.address"),
-        ("127.0.0.1", {}, GRADER, "listens on this machine alone: set nodes.local.address"),
+        (None, {}, GRADER, "accepts no external clients: set nodes.local.address"),
+        ("127.0.0.1", {}, GRADER, "accepts no external clients: set nodes.local.address"),
         ("10.0.0.1", {}, GRADER, "has not started with an address yet"),
         ("10.0.0.1", {"url": "nats://u:geheim@h:4222"}, GRADER, "uses the NATS server at nats://***@h:4222 (bus.url)"),
         ("10.0.0.1", {}, ("--revoke", "carol"), "no external client has this name; there are: none"),
@@ -94,7 +94,7 @@ async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tm
 def test_what_cannot_be_given_is_wrong_input(
     tmp_path: Path, address: str | None, bus: dict[str, str], arguments: tuple[str, ...], problem: str
 ) -> None:
-    done = called(main, describe(tmp_path / "r", address, **bus), *arguments)
+    done = called(main, describe(tmp_path / "r", address, **bus), *arguments, "--trust")
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
     assert not (tmp_path / "r" / "bus" / "clients.json").exists()
@@ -107,4 +107,14 @@ async def test_a_grader_that_the_topology_does_not_name_is_refused_with_the_list
         pass
     done = credentials(run_dir, "grader", "--name", "alice", "--grader", "poems")
     assert done.returncode == 2
-    assert done.stderr == "--grader poems: the topology of the run names no such grader; allowed: math, code\n"
+    assert done.stderr.endswith("--grader poems: the topology of the run names no such grader; allowed: math, code\n")
+
+
+def test_a_directory_that_may_be_a_strangers_gets_no_credential(tmp_path: Path) -> None:
+    run_dir = describe(tmp_path / "r")
+    for arguments in (GRADER, ("--list",), ("--revoke", "alice")):
+        done = called(main, run_dir, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"{run_dir} may be a stranger's: ")
+        assert "addresses (nodes.local.address)" in done.stderr
+    assert not (run_dir / "bus").exists()

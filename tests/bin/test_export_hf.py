@@ -16,11 +16,11 @@ from tests.actors.trainer.tiny import TINY
 from tests.build.topology import trainer_topology
 from tests.support.commands import called
 
-COMMAND = Path(__file__).parents[2] / "bin" / "export_hf.py"
+COMMAND = Path(__file__).parents[2] / "bin" / "physarum.py"
 
 
 def export(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", str(COMMAND), *arguments]
+    command = [sys.executable, "-P", str(COMMAND), "export-hf", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -131,7 +131,7 @@ def test_fresh_is_refused_while_an_agent_of_the_run_is_alive_elsewhere(nats_serv
 def whole_run(url: str, runs: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
     sets = [*SMALL, f"bus.url={url}", f"run.dir={runs}", f"run.name={name}"]
     words = [word for item in sets for word in ("--set", item)]
-    command = [sys.executable, "bin/start_topology.py", "topologies/laptop.toml", *words, "--json", *more]
+    command = [sys.executable, "bin/physarum.py", "start-topology", "topologies/laptop.toml", *words, "--json", *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
 
 

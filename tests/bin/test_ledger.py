@@ -35,7 +35,7 @@ from tests.support.log_of_a_run import LOG, THE_END
 from tests.support.running_server import running_server
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ROOT / "bin" / "ledger.py"
+COMMAND = ROOT / "bin" / "physarum.py"
 RUN = "small"
 BOOKS = {"issued": 8, "trained": 4, "skipped": 0, "dropped": 2, "failed": 1, "pooled": 0, "ready": 0, "in_flight": 1}
 
@@ -48,7 +48,7 @@ def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 
 def started(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command as a process."""
-    command = [sys.executable, str(COMMAND), *arguments]
+    command = [sys.executable, str(COMMAND), "ledger", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
 
 
@@ -156,7 +156,7 @@ def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp
 def test_a_group_that_never_was_is_an_error_that_says_which_there_are(ended: Path) -> None:
     done = ledger(str(ended), "--group", "8")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"run {RUN} has no group 8: it has issued groups 0 to 7\n"
+    assert done.stderr.endswith(f"run {RUN} has no group 8: it has issued groups 0 to 7\n")
 
 
 def test_an_ended_run_is_left_as_it_was_and_nothing_stays(
@@ -172,11 +172,11 @@ def test_an_ended_run_is_left_as_it_was_and_nothing_stays(
 def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / RUN
     with held(run_dir) as (bus, portal):
-        told = json_of(ledger(str(run_dir), "--json"))
+        told = json_of(ledger(str(run_dir), "--trust", "--json"))
         assert (told["live"], told["books"], told["finished"]) == (True, BOOKS, None)
         assert portal.call(bus.publish, THE_END) == len(LOG) + 1
-        assert ledger(str(run_dir)).stdout.startswith(f"run         {RUN}, finished: trained 2 steps\n")
-    assert json_of(ledger(str(run_dir), "--json"))["live"] is False
+        assert ledger(str(run_dir), "--trust").stdout.startswith(f"run         {RUN}, finished: trained 2 steps\n")
+    assert json_of(ledger(str(run_dir), "--trust", "--json"))["live"] is False
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_this_version_does_not_know_is_passed_over_unless_it_is_a_decision(
         with monkeypatch.context() as patch:
             patch.setattr("runtime.bus.wire.encode", _unknown)
             assert portal.call(bus.publish, last) == len(LOG) + 1
-        done = ledger(str(run_dir), "--json")
+        done = ledger(str(run_dir), "--trust", "--json")
         assert done.returncode == code
         assert said in done.stderr
         if code == 0:
@@ -215,11 +215,11 @@ def test_what_was_moved_to_the_archive_is_told_too(tmp_path: Path, live: bool) -
 
 
 def check_a_trimmed_run(run_dir: Path, *, live: bool) -> None:
-    done = ledger(str(run_dir), "--json")
+    done = ledger(str(run_dir), "--trust", "--json")
     told = json_of(done)
     assert (told["live"], told["books"], told["trained"]) == (live, BOOKS, [[0, [0, 1]], [1, [3, 5]]])
-    assert done.stderr == ""
-    group = ledger(str(run_dir), "--group", "1")
+    assert "may be a stranger's" not in done.stderr
+    group = ledger(str(run_dir), "--trust", "--group", "1")
     assert [json.loads(line)["seq"] for line in group.stdout.splitlines()] == [3, 6, 9, 10, 14]
 
 
@@ -262,7 +262,9 @@ async def test_the_books_are_told_while_the_bus_comes_back(tmp_path: Path) -> No
         async with anyio.create_task_group() as tasks:
 
             async def told() -> None:
-                assert json_of(await anyio.to_thread.run_sync(started, str(run_dir), "--json"))["live"] is True
+                assert (
+                    json_of(await anyio.to_thread.run_sync(started, str(run_dir), "--trust", "--json"))["live"] is True
+                )
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(told)
@@ -305,24 +307,26 @@ def test_an_interrupted_command_leaves_no_server(ended: Path, tmp_path: Path) ->
         scratch = tmp_path / number.name
         scratch.mkdir()
         environment = {**os.environ, "TMPDIR": str(scratch)}
-        with subprocess.Popen([sys.executable, str(COMMAND), str(ended)], env=environment) as process:
-            server = _child_of(process)
-            process.send_signal(number)
-            assert process.wait(15) != 0
+        process, server = _with_a_server([sys.executable, str(COMMAND), "ledger", str(ended)], environment)
+        process.send_signal(number)
+        assert process.wait(15) != 0
         server.wait(10)
         if number is signal.SIGTERM:
             assert list(scratch.iterdir()) == []
 
 
-def _child_of(process: subprocess.Popen[bytes]) -> psutil.Process:
-    while process.poll() is None:
-        for child in psutil.Process(process.pid).children():
-            return child
-    raise AssertionError("it ended before it had a server")
+def _with_a_server(command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+    """Start the command until it is seen with its server: on a busy machine one may be over before this looks."""
+    for _ in range(20):
+        process = subprocess.Popen(command, env=environment)
+        while process.poll() is None:
+            for child in psutil.Process(process.pid).children():
+                return process, child
+    raise AssertionError("each ended before its server was seen")
 
 
 def test_help_answers_at_once_and_loads_no_bus() -> None:
-    command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
+    command = [sys.executable, "-X", "importtime", str(COMMAND), "ledger", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     loaded = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     assert not {name.partition(".")[0] for name in loaded} & {"nats", "msgspec", "anyio"}

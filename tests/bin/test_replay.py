@@ -1,6 +1,7 @@
 """bin/replay on a dump of a few groups: called in this process, and once as a person calls it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.runtime.data.test_dumps import example
 from tests.support.commands import called
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ROOT / "bin" / "replay.py"
+COMMAND = ROOT / "bin" / "physarum.py"
 SMALL = ("--set", "rollout.n_samples_per_prompt=2", "--set", "rollout.rollout_batch_size=2")
 
 
@@ -26,7 +27,7 @@ def replay(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProc
 
 def started(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command as a process."""
-    command = [sys.executable, str(COMMAND), *map(str, arguments)]
+    command = [sys.executable, str(COMMAND), "replay", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
 
 
@@ -117,8 +118,8 @@ def test_batches_follow_other_settings(dump: Path) -> None:
     assert [row["groups"] for row in rows] == [[0, 2], [3, 5]]  # of 0, 1, 2 and of 3, 4, 5 those that differ most
     kept = replay(dump, "--to", "batch", "--set", "rollout.dynamic_filter=nonzero_std")
     assert kept.stdout.splitlines() == [
-        "step 0: reward 0.375, std 0.415, 2 groups: 0, 2",
-        "step 1: reward 0.438, std 0.370, 2 groups: 3, 5",
+        "step 1: reward 0.375, std 0.415, 2 groups: 0, 2",
+        "step 2: reward 0.438, std 0.370, 2 groups: 3, 5",
         "4 of 6 groups in 2 batches",
         "  dropped 1: zero_std_0.0",
         "  dropped 1: zero_std_1.0",
@@ -135,7 +136,10 @@ def test_a_topology_file_may_be_named(dump: Path) -> None:
 def test_the_trainer_is_given_the_dump_under_a_name_of_its_own(dump: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"input": "47"}\n')
-    done = replay(dump, "--to", "trainer", "--set", f"data.0.path={data}", "--plan", "--set", "train.num_steps=9")
+    model = f"model.hf_checkpoint={ROOT / 'topologies/demo/models/reverse-digits'}"
+    chosen = ("--set", f"data.0.path={data}", "--set", model, "--set", "train.num_steps=9")
+    chosen += ("--set", "trainer.device=cpu")  # how it runs is not taken of the dump
+    done = replay(dump, "--to", "trainer", "--plan", *chosen)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("run dumped-replay in ")
     assert "3 steps of 2 groups x 2 samples" in done.stdout
@@ -157,7 +161,7 @@ def test_a_missing_dump_and_a_broken_one_are_named(dump: Path, tmp_path: Path) -
 def test_wrong_settings_are_wrong_input(dump: Path) -> None:
     done = replay(dump, "--to", "filter", "--set", "rollout.dynamic_filter=nonzero")
     assert done.returncode == 2
-    assert done.stderr.startswith('--set: rollout.dynamic_filter = "nonzero": ')
+    assert '--set: rollout.dynamic_filter = "nonzero": ' in done.stderr
     assert "did you mean 'nonzero_std'?" in done.stderr
     assert replay(dump, "--to", "filter", "--set", "rollout.dynamic=1").returncode == 2
     assert replay(dump, "--to", "nobody").returncode == 2
@@ -175,38 +179,53 @@ def with_code_of_a_stranger(dump: Path, **changes: Any) -> Path:
     return mark
 
 
-@pytest.mark.parametrize(
-    ("target", "changes", "key"),
-    [
-        ("filter", {"rollout": {"dynamic_filter": "evil.py:f"}}, "rollout.dynamic_filter"),
-        ("batch", {"rollout": {"buffer_filter": "evil.py:f"}}, "rollout.buffer_filter"),
-        ("trainer", {"reward": {"graders": {"own": "evil.py:f"}}}, "reward.graders.own"),
-        ("trainer", {"model": {"trust_remote_code": True}}, "model.trust_remote_code"),
-    ],
-)
-def test_code_that_only_a_dump_names_is_not_imported(dump: Path, target: str, changes: Any, key: str) -> None:
-    mark = with_code_of_a_stranger(dump, **changes)
-    done = replay(dump, "--to", target)
-    assert (done.returncode, done.stdout, mark.exists()) == (2, "", False)
-    assert done.stderr.startswith(f"{dump / 'topology.json'}: {key} = ")
-    assert ": only the dump names this code: read it, then allow it with --trust, or" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def left_out(dump: Path, *named: str) -> str:
+    what = "; ".join(named)
+    return f"{dump / 'topology.json'} may be a stranger's: left out are {what}"
+
+
+def test_code_that_only_a_dump_names_is_left_out(dump: Path) -> None:
+    places = "places to read (model.hf_checkpoint, data.0.path)"
+    own = "places to write (run.dump_details)"
+    mark = with_code_of_a_stranger(dump, rollout={"dynamic_filter": "evil.py:f", "buffer_filter": "evil.py:f"})
+    functions = "functions (rollout.dynamic_filter, rollout.buffer_filter)"
+    running = "how the run runs (trainer.device, engines.policy.kind)"
+    for target in ("filter", "batch"):
+        done = replay(dump, "--to", target)
+        assert (done.returncode, mark.exists()) == (0, False)
+        assert done.stderr == f"{left_out(dump, places, functions, running, own)}; --trust takes them\n"
+    mark = with_code_of_a_stranger(dump, reward={"graders": {"own": "evil.py:f"}}, model={"trust_remote_code": True})
+    model = ROOT / "topologies/demo/models/reverse-digits"
+    (dump / "d.jsonl").write_text('{"input": "47", "label": "74"}\n')
+    chosen = [f"model.hf_checkpoint={model}", f"data.0.path={dump / 'd.jsonl'}", "data.0.label_key=label"]
+    chosen.append("trainer.device=cpu")
+    chosen = [word for item in chosen for word in ("--set", item)]
+    done = replay(dump, "--to", "trainer", "--check", *chosen)
+    assert (done.returncode, mark.exists()) == (0, False), done.stderr
+    code = "what code gets or may do (model.trust_remote_code)"
+    functions = "functions (rollout.dynamic_filter, rollout.buffer_filter, reward.graders.own)"
+    assert done.stderr.startswith(left_out(dump, code, functions))
+    done = replay(dump, "--to", "trainer", "--check")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "topology.json: model.hf_checkpoint: missing" in done.stderr
 
 
 def test_code_of_a_dump_is_imported_where_the_user_says_so(dump: Path) -> None:
     mark = with_code_of_a_stranger(dump, rollout={"dynamic_filter": "evil.py:f"})
-    assert replay(dump, "--to", "filter", "--trust").returncode == 0
-    assert mark.exists()
+    done = replay(dump, "--to", "filter", "--trust")
+    assert (done.returncode, mark.exists()) == (0, True)
+    assert done.stderr.startswith(f"--trust: {dump / 'topology.json'} names places to read (model.hf_checkpoint = ")
+    assert 'functions (rollout.dynamic_filter = "evil.py:f")' in done.stderr
     mark.unlink()
     done = replay(dump, "--to", "filter", "--set", f"rollout.dynamic_filter={dump / 'evil.py'}:f")
     assert (done.returncode, mark.exists()) == (0, True)
     mark.unlink()
     (dump.parent / "own.json").write_text((dump / "topology.json").read_text())  # a TOPOLOGY that the user names
     done = replay(dump, dump.parent / "own.json", "--to", "filter", "--set", f"rollout.dynamic_filter={dump}/evil.py:f")
-    assert (done.returncode, mark.exists()) == (0, True)
+    assert (done.returncode, done.stderr, mark.exists()) == (0, "", True)
     mark.unlink()
     done = replay(dump, dump / "topology.json", "--to", "filter")  # which names the dump's own all the same
-    assert (done.returncode, mark.exists()) == (2, False)
+    assert (done.returncode, mark.exists()) == (0, False)
 
 
 def test_a_dump_below_run_dir_that_is_the_users_needs_no_trust(dump: Path, tmp_path: Path) -> None:
@@ -217,18 +236,33 @@ def test_a_dump_below_run_dir_that_is_the_users_needs_no_trust(dump: Path, tmp_p
     own.mkdir()
     for file in dump.glob("*.*"):
         (own / file.name).write_bytes(file.read_bytes())
-    assert replay(own, "--to", "filter", cwd=home).returncode == 0
-    assert mark.exists()
+    done = replay(own, "--to", "filter", cwd=home)
+    assert (done.returncode, done.stderr, mark.exists()) == (0, "", True)
+    mark.unlink()
     elsewhere = replay(own, "--to", "filter", "--set", f"run.dir={tmp_path / 'others'}", cwd=home)
-    assert "only the dump names" in elsewhere.stderr
+    assert "may be a stranger's" in elsewhere.stderr
     (home / "runs" / "link").symlink_to(dump)
-    assert "only the dump names" in replay(home / "runs" / "link", "--to", "filter", cwd=home).stderr
+    assert "may be a stranger's" in replay(home / "runs" / "link", "--to", "filter", cwd=home).stderr
     (own / "topology.json").chmod(0o666)  # anybody may have written it
-    assert "only the dump names" in replay(own, "--to", "filter", cwd=home).stderr
+    assert "may be a stranger's" in replay(own, "--to", "filter", cwd=home).stderr
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["rollout_1.jsonl", "rollout_1.npz"])
+def test_a_dump_opens_no_file_outside_of_it(dump: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside-{name}"
+    (dump / name).rename(outside)
+    (dump / name).symlink_to(outside)
+    done = replay(dump, "--to", "batch")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{dump / name}: '{name}' leads out of {dump}" in done.stderr
+    (dump / name).unlink()
+    os.mkfifo(dump / name)
+    assert replay(dump, "--to", "batch").stderr.endswith(f"{dump / name}: is not a regular file\n")
 
 
 def test_help_loads_no_bus() -> None:
-    command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
+    command = [sys.executable, "-X", "importtime", str(COMMAND), "replay", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert not loaded & {"nats", "msgspec", "anyio", "numpy"}

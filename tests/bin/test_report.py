@@ -12,11 +12,13 @@ import msgspec
 import pytest
 from pyarrow import parquet
 
+from actors.observer.observed import Observed
 from actors.observer.page import report_page
+from actors.observer.perfetto import Trace
 from bin.report import main
 from messages import GroupFailed
-from runtime.report.observed import Observed
-from runtime.report.trace import Trace
+from runtime.report.fold.account import Account
+from runtime.report.fold.spans import Span
 from tests.bin.test_ledger import RUN, content_of, make
 from tests.build.events import completed, failed, issued, trained, verdict
 from tests.support.commands import called
@@ -91,21 +93,22 @@ def test_a_text_of_a_run_stays_a_text() -> None:
 
 
 def test_a_trace_has_the_spans_of_groups_and_steps() -> None:
-    trace = Trace()
-    trace.apply(issued(0), 100.0)
-    trace.apply(completed(0, rollout_time_s=2.0, reward_time_s=1.0), 103.0)
-    trace.apply(verdict(0, 2), 103.5)
+    trace, account, spans = Trace(), Account(), list[Span]()
+    account.apply(issued(0), 100.0, spans)
+    account.apply(completed(0, rollout_time_s=2.0, reward_time_s=1.0), 103.0, spans)
+    account.apply(verdict(0, 2), 103.5, spans)
     metrics = {"perf/train_wait_time": 3.5, "perf/fetch_time": 0.25, "perf/train_time": 1.0}
-    trace.apply(trained(0, metrics=metrics), 104.75)
+    account.apply(trained(0, metrics=metrics), 104.75, spans)
+    trace.add(spans, account.began)
     found = json.loads(trace.encoded())["traceEvents"]
     kinds = Counter(event["ph"] for event in found)
-    assert kinds["b"] == kinds["e"] == 3
+    assert kinds["b"] == kinds["e"] == 4
     assert {event["ph"] for event in found} == {"M", "b", "e", "X"}
     for event in found:  # what the format requires of each kind
         needed = {"M": {"args"}, "X": {"ts", "dur"}, "b": {"ts", "id", "cat"}, "e": {"ts", "id", "cat"}}[event["ph"]]
         assert needed | {"name", "pid", "tid"} <= set(event)
     begins = {event["name"]: event["ts"] for event in found if event["ph"] == "b"}
-    assert begins == {"rollout": 0, "scores": 2_000_000, "filter": 3_000_000}
+    assert begins == {"queue": 0, "rollout": 0, "scores": 2_000_000, "filter": 3_000_000}
     steps = {event["name"]: (event["ts"], event["dur"]) for event in found if event["ph"] == "X"}
     assert steps["step 1"] == (0, 4_750_000)
     assert steps["train"] == (3_750_000, 1_000_000)

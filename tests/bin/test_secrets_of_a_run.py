@@ -10,7 +10,7 @@ import anyio
 import psutil
 import pytest
 
-from actors.rollout.sglang.command_lines import METRICS_HOST
+from actors.rollout.sglang.processes import METRICS_HOST
 from bin.start_topology import main
 from runtime.bus.addresses import engine_key
 from runtime.bus.nats.server import ServerSettings
@@ -122,7 +122,7 @@ def test_commands_find_the_bus_by_the_runs_name(tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     with started(tmp_path / "r", ["2", "--wait", str(go_on)]) as command:
         command.until("step   2/")
-        ledger = [sys.executable, str(ROOT / "bin" / "ledger.py"), str(tmp_path / "r")]
+        ledger = [sys.executable, str(ROOT / "bin" / "physarum.py"), "ledger", str(tmp_path / "r")]
         done = subprocess.run(ledger, capture_output=True, text=True, timeout=25, check=False)
         go_on.touch()
         assert command.end() == 0

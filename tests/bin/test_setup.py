@@ -25,7 +25,7 @@ LIGHT = (
     "runtime/settings/devices.py",
 )
 COMMAND = """import mould, sys
-print("mould", mould.version, *sys.argv[1:])
+print("mould", mould.version, *sys.argv[2:])  # the first one is the link by which bin/physarum was called
 raise SystemExit(7)
 """
 
@@ -89,10 +89,10 @@ def packages(folder: Path) -> Iterator[PackageIndex]:
 def new_checkout(folder: Path, index: PackageIndex) -> Checkout:
     root = folder / "a checkout"
     (root / "requirements").mkdir(parents=True)
-    for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", *LIGHT):
+    for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", "bin/physarum", *LIGHT):
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
-    (root / "bin" / "start_topology.py").write_text(COMMAND)
+    (root / "bin" / "physarum.py").write_text(COMMAND)
     (root / "requirements" / "cuda.lock").write_text("# nothing\n")
     checkout = Checkout(root, index, folder / "cache")
     checkout.lock("mould==1.0", "spore==1.0")
@@ -159,7 +159,7 @@ def test_of_two_first_calls_at_once_one_sets_up_and_both_run_and_later_calls_onl
     code, output, errors = ready.answers["second"]
     assert (code, output) == (7, "mould 1.0 two\n"), errors
     assert "waiting for another bin/setup of this checkout" in errors.splitlines()[0]
-    assert "the other bin/setup created .venv" in errors
+    assert ".venv is up to date" in errors
     assert ready.num_downloads == {1}
 
     link = tmp_path / "start"
@@ -262,6 +262,32 @@ def test_sglang_has_an_environment_of_its_own_whose_lock_overrules_what_it_asks_
     assert incomplete.returncode == 1
     assert "mould 1.0 requires spore, which is not installed" in incomplete.stderr
     assert "a-kernel-for-gpus" not in incomplete.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_libraries_of_torch_s_cuda_build_are_those_of_the_lock_that_names_them(checkout: Checkout) -> None:
+    """.venv-sglang-upstream has another torch, and so other libraries. SGLang gets all that it asks for there."""
+    for version in ("1.0", "2.0"):
+        checkout.index.add("torch", version, requires=f"nvidia-spore=={version}")
+        checkout.index.add("nvidia-spore", version)
+    checkout.index.add("sglang", "1.0", requires="torch==2.0")
+    checkout.lock("nvidia-spore==1.0", name="cuda.lock")
+    checkout.lock("nvidia-spore==2.0", "sglang==1.0", "torch==2.0", name="sglang-upstream.lock")
+    setup = ("-I", str(checkout.root / "bin" / "setup_venv.py"), ".venv-sglang-upstream")
+    made = checkout.call(sys.executable, *setup)
+    assert made.returncode == 0, made.stderr
+    assert "nvidia_spore-1.0-py3-none-any.whl" not in checkout.index.num_downloads
+    assert ".venv-sglang-upstream is up to date" in checkout.call(sys.executable, *setup).stderr
+
+    checkout.lock("torch==1.0", name="mlflow.lock")
+    assert checkout.call("bin/setup", "--with", "mlflow").returncode == 0
+    assert checkout.index.num_downloads["nvidia_spore-1.0-py3-none-any.whl"] == 1
+
+    checkout.lock("nvidia-spore==2.0", "sglang==1.0", "torch==1.0", name="sglang-upstream.lock")
+    forced = checkout.call(sys.executable, *setup)
+    assert forced.returncode == 1
+    assert "sglang 1.0 has requirement torch==2.0, but you have torch 1.0" in forced.stderr
 
 
 def test_environment_made_by_hand_is_not_removed(checkout: Checkout) -> None:

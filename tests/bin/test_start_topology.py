@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import IO
 import psutil
 import pytest
 
+from actors.trainer.file_checksums import write_checksums
 from bin.replay import main as replay
 from bin.start_topology import main
 from runtime.node.supervisor.guardian import MARK_VARIABLE
@@ -22,7 +24,7 @@ from tests.support.cpu import imported
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = ROOT / "topologies" / "laptop.toml"
-COMMAND = ROOT / "bin" / "start_topology.py"
+COMMAND = ROOT / "bin" / "physarum.py"
 DRIVER = ROOT / "tests" / "bin" / "driver.py"
 
 
@@ -81,7 +83,7 @@ def started(run_dir: Path, *players: list[str], more: tuple[str, ...] = ()) -> I
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(COMMAND), *arguments]
+    command = [sys.executable, str(COMMAND), "start-topology", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=45, check=False)
 
 
@@ -231,6 +233,39 @@ def test_a_finished_run_says_so_goes_on_with_more_steps_and_fresh_starts_it_over
 
 
 @pytest.mark.slow
+def test_a_finished_run_says_of_which_step_its_result_is(tmp_path: Path) -> None:
+    """Its last checkpoint was damaged after it was saved: at its end, and when the command is given again."""
+    steps = ("--set", "train.num_steps=2")
+    root = tmp_path / "r" / "checkpoints" / "0001"
+    with started(tmp_path / "r", ["1", "--then", "sleep"], more=steps) as command:
+        command.until("step 1/")
+        for step in (1, 2):
+            path = root / f"step-{step:08d}"
+            path.mkdir(parents=True)
+            (path / "run.json").write_text('{"has_checksums": true}')
+            write_checksums(path, {})
+        (path / "run.json").write_text('{"has_checksums": tru_}')
+        command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130
+    told = [
+        "result    of step 1, the newest checkpoint that can be loaded",
+        f"          {path} is damaged: the sha256 of run.json differs from the one recorded when it was written",
+    ]
+    for _ in range(2):
+        with started(tmp_path / "r", ["2"], more=steps) as command:
+            assert command.end() == 0
+        begin = command.lines.index(told[0])
+        assert command.lines[begin : begin + 2] == told
+    assert command.lines[0] == "run r is finished: 2 steps, reward 0.500"
+    stored = json.loads((tmp_path / "r" / "result.json").read_bytes())
+    assert stored["result"]["checkpoint"]["step"] == 1
+    shutil.rmtree(path)
+    with started(tmp_path / "r", ["2"], more=steps) as command:
+        assert command.end() == 0
+    assert told[0] in command.lines
+
+
+@pytest.mark.slow
 def test_a_changed_recipe_is_refused_and_another_number_of_steps_is_not(tmp_path: Path) -> None:
     """With fewer steps the streams become smaller: the server takes what the store still holds of larger ones."""
     with started(tmp_path / "r", ["2", "--then", "input_error"], more=("--set", "train.num_steps=100000")) as command:
@@ -275,30 +310,9 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "most"), [(["--help"], 500), ([TOPOLOGY, "--check"], 1000)])
 def test_help_and_check_import_little(arguments: list[object], most: int) -> None:
     """Training imports some thousands of modules, and takes seconds for it."""
-    found = imported([sys.executable, COMMAND, *arguments], cwd=ROOT)
+    found = imported([sys.executable, COMMAND, "start-topology", *arguments], cwd=ROOT)
     assert len(found) < most
     assert not found & {"torch", "transformers", "megatron.core", "ray"}
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--rollout-batch-size", "32"], "slime's --rollout-batch-size is rollout.rollout_batch_size here"),
-        (["--colocate", "--lr=1e-6"], "--lr: slime's --lr is optimizer.lr here"),
-        (["--sglang-mem-fraction-static", "0.7"], "SGLang's --sglang-mem-fraction-static is engines.policy.sglang."),
-        (["--train-env-vars", "{}"], "has no key here: processes inherit the environment"),
-    ],
-)
-def test_a_flag_of_slimes_is_answered_with_what_became_of_it(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(TOPOLOGY), *words, "--check"])
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert f"unrecognized arguments: {' '.join(words)}\n" in shown
-    assert told in shown
-    assert shown.endswith("Set keys in the topology file, or override one with --set KEY=VALUE.\n")
 
 
 def test_an_option_of_nobody_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from anyio.from_thread import start_blocking_portal
 
+from actors.buffer.prompts.source import first_prompts
 from bin import try_function
 from runtime.data.dump_files import write_pair
+from runtime.settings.load import load_topology
 from tests.bin.test_replay import group
+from tests.support import judging
+from tests.support.judging import ScriptedJudge, serving
 
 FUNCTIONS = """
 import time
@@ -239,6 +245,85 @@ def test_a_row_without_a_response_is_named(functions: str, tmp_path: Path, capsy
     assert (code, "bad.jsonl:2: expected an object with the text `response`" in text) == (2, True)
 
 
+JUDGED = """
+[reward]
+graders = {{ same = "exact_match" }}
+sums = {{ both = {{ same = 1.0, digits = 0.5 }} }}
+
+[reward.judges.digits]
+url = "{url}/v1"
+model = "m"
+template = "{{response}}"
+api_key_env = "JUDGE_KEY"
+max_tries = 1
+
+[reward.judges.pooled]
+template = "{{response}}"
+
+[engines.judge]
+kind = "tiny"
+hf_checkpoint = "topologies/demo/models/reverse-digits"
+"""
+
+
+@pytest.fixture
+def judge() -> Iterator[ScriptedJudge]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving(ScriptedJudge("so 8"))) as found:
+        yield found
+
+
+@pytest.fixture
+def judged(judge: ScriptedJudge, samples: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    topology = tmp_path / "judged.toml"
+    topology.write_text(f'include = "{Path("topologies/laptop.toml").resolve()}"\n{JUDGED.format(url=judge.url)}')
+    return ("--on", samples, "--limit", "1", "--topology", str(topology))
+
+
+def test_a_judge_behind_a_url_is_asked(
+    judge: ScriptedJudge, judged: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "grader", "digits", *judged)
+    assert (code, "  reward 8 in 0." in text, '{"judge_answer": "so 8"}' in text) == (0, True, True), text
+    assert (judge.bodies[0]["messages"][0]["content"], judge.keys) == ("4", ["Bearer sk-1"])
+
+
+def test_the_names_of_a_topology_are_graders(judged: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "grader", "both", *judged)
+    assert (code, "  reward 5 in" in text) == (0, True), text  # 1 + 8 / 2
+    code, text = said(capsys, "grader", "same", *judged)
+    assert (code, "  reward 1 in" in text) == (0, True), text
+
+
+def test_a_grader_calls_a_judge(judged: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "grader", f"{judging.__file__}:asks", *judged)
+    assert (code, "  reward 0.296296 in" in text) == (0, True), text  # 8 of 27
+
+
+def test_a_judge_of_a_pool_needs_engines_that_run(
+    judge: ScriptedJudge, judged: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "grader", "pooled", *judged)
+    assert (code, "the judge pooled has its engines in a run alone (engines.judge)" in text) == (2, True), text
+    code, text = said(capsys, "grader", "pooled", *judged, "--set", f'engines.judge.urls=["{judge.url}"]')
+    assert (code, "  reward 8 in" in text) == (0, True), text
+
+
+def test_a_judge_that_fails_is_named(
+    judge: ScriptedJudge, judged: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge.script[:] = [(400, "too long")]
+    code, text = said(capsys, "grader", "digits", *judged)
+    assert (code, "  failed, refused: refused:" in text, "judge digits" in text) == (1, True, True), text
+    judge.script[:] = ["no number"]
+    code, text = said(capsys, "grader", "digits", *judged)
+    assert (code, "  failed, bad_answer: " in text) == (1, True), text
+    monkeypatch.delenv("JUDGE_KEY")
+    code, text = said(capsys, "grader", "digits", *judged)
+    assert code == 2
+    assert "reward.judges.digits.api_key_env = 'JUDGE_KEY': this variable is not set" in text
+
+
 @pytest.mark.parametrize("kind", ["generate", "rollout", "evaluation"])
 def test_a_file_without_a_prompt_is_refused(
     kind: str, functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -277,16 +362,29 @@ def test_a_generate_function_on_a_tiny_engine(
     assert "reward 0.5" in decides
     assert 'sample_metadata {"turns": 1}' in decides
     assert "  completed\n" in decides
-    assert "  failed: rollout.custom_generate: KeyError('nothing')\n" in raises
+    assert f"  failed: rollout.custom_generate: KeyError('nothing') ({functions}:" in raises
     assert '    {}["nothing"]' in raises
     assert "  failed: no such page\n" in fails
     assert "  failed: the reward 'reward' is '1', not a finite number\n" in as_text
     assert "it blocked the actor for 0." in blocks
 
 
+def test_a_generate_function_gets_the_prompts_of_the_topology_without_a_file(
+    functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laptop = load_topology(Path("topologies/laptop.toml"), ()).topology
+    given = ("--limit", "2", "--topology", "topologies/laptop.toml", "--set", "rollout.max_response_len=8")
+    code, text = said(capsys, "generate", f"{functions}:plays", *given)
+    assert code == 0, text
+    for number, prompt in enumerate(first_prompts(laptop, 2)):
+        assert f'prompt {number}: "{prompt.text}"\n' in text
+    code, text = said(capsys, "generate", f"{functions}:plays", *given, "--set", "data=[]")
+    assert (code, "has no [[data]] table" in text or "data" in text) == (2, True), text
+
+
 def test_a_function_that_ends_the_process_leaves_no_engine(functions: str, tmp_path: Path) -> None:
     """Such as one that catches its cancellation for ever, which ends its process."""
-    command = (sys.executable, "-P", "bin/try_function.py", "generate", f"{functions}:ends_the_process")
+    command = (sys.executable, "-P", "bin/physarum.py", "try", "generate", f"{functions}:ends_the_process")
     ended = subprocess.run(
         [*command, *on_prompts(tmp_path, "74")], capture_output=True, text=True, timeout=50, check=False
     )
@@ -362,3 +460,16 @@ def test_a_class_as_source_draws_in_its_process_and_again_after_a_kill(
     code, text = said(capsys, "source", f"{functions}:Forgets", "--limit", "1")
     assert code == 1
     assert "row 50 differs between two runs" in text
+
+
+def test_a_function_with_a_process_of_its_own_is_called_on_lines_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def last(groups): return [groups[-1]]\ndef none(groups): return []\n")
+    one = {"attempt": 1, "round": 0, "data": "d", "indices": [0], "rewards": [1.0], "response_lens": [3]}
+    groups = [{**one, "group_id": number, "oldest_version": 1, "newest_version": 1} for number in (4, 7)]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"kind": "over_sampling_filter", "groups": groups, "count": 1}))
+    for function, code, said in (("last", 0, '"group_ids": [7]'), ("none", 1, "returned 0 groups; at least 1 are")):
+        assert try_function.main(["over_sampling_filter", f"{tmp_path}/mine.py:{function}", "--on", str(asked)]) == code
+        assert said in capsys.readouterr().out

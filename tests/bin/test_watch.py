@@ -7,6 +7,8 @@ import anyio
 import pytest
 
 from bin.watch import main
+from runtime.node.page_url import url_of_watch
+from runtime.node.reopen import find_run
 from tests.bin.test_ledger import RUN, content_of, make
 from tests.support.commands import called
 
@@ -31,8 +33,27 @@ def test_the_times_of_a_run_that_ended_are_printed_and_nothing_is_written(ended:
 def test_an_address_that_others_reach_is_refused_in_one_line(ended: Path) -> None:
     done = called(main, str(ended), "--page", "0.0.0.0:80")
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    line = done.stderr.splitlines()[-1]  # after what is left out of a run directory that may be a stranger's
     assert line.startswith("--page '0.0.0.0:80': the page has no TLS")
+
+
+def test_the_urls_of_pages_are_printed_and_renewed(
+    ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for option in ("--url", "--renew-url"):
+        none = called(main, str(ended), option)
+        assert none.returncode == 1
+        assert none.stderr.splitlines()[-1].startswith(f"no page shows {RUN} now")
+    page = url_of_watch(find_run(str(ended)))
+    url = page.write("http://127.0.0.1:8765")
+    assert called(main, str(ended), "--url").stdout == f"{url}\n"
+    renewed = called(main, str(ended), "--renew-url").stdout.strip()
+    assert renewed.startswith("http://127.0.0.1:8765/#token=")
+    assert renewed.rpartition("=")[2] == page.secret() != url.rpartition("=")[2]
+    page.path.chmod(0o644)
+    told = called(main, str(ended), "--url")
+    assert (told.returncode, "others may read it" in told.stderr) == (1, True)
 
 
 def test_a_run_that_does_not_exist_or_has_no_log_is_named(tmp_path: Path) -> None:

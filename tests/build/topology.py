@@ -1,11 +1,12 @@
 """Small topologies, with defaults for the tables that a test does not name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 MakeTopology = Callable[..., Topology]
@@ -18,6 +19,21 @@ RECIPE: dict[str, Any] = {
     "train": {"num_steps": 3},
     "engines": {"policy": {"kind": "tiny", "concurrency": 8}},
 }
+
+
+def algorithm_of(**tables: Any) -> AlgorithmConfig:
+    """The table `algorithm` with these keys and tables."""
+    return msgspec.convert(tables, AlgorithmConfig)
+
+
+def joined(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with the keys of later ones, in the tables in them too."""
+    found: dict[str, Any] = {}
+    for table in tables:
+        for name, value in table.items():
+            both = isinstance(value, dict) and isinstance(found.get(name), dict)
+            found[name] = joined(found[name], value) if both else value
+    return found
 
 
 def topology_with(**tables: Any) -> Topology:

@@ -42,7 +42,7 @@ from tests.fixtures.nats import eventually
 from tests.support.running_server import running_server
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"))
+COMMAND = (sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology")
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 SEED = os.environ.get("PHYSARUM_CHAOS_SEED", "1")  # another seed kills at other moments
 LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # for a busy machine, or a killed server

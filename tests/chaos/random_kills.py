@@ -38,6 +38,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.topology import Topology
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import LAPTOP, Command, Run
+from tests.support.verified import note, ran
 
 DAEMON: Final = "daemon"
 WEIGHTS: Final = {DAEMON: 0.3}  # draw weight of a role; default 1. The node daemon's death ends all processes
@@ -201,12 +202,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--mean-s", type=float, default=15.0, help="between two kills")
     add("--trainer-spacing-s", type=float, default=60.0, help="at least, between two kills that end the trainer")
     add("--directory", type=Path, help="where the run is kept; default: one that is removed in the end")
+    add("--results", type=Path, metavar="DIR", help="note the run on the page of what was verified, beside DIR")
     args = parser.parse_args(argv)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     with tempfile.TemporaryDirectory() as scratch:
         directory = (args.directory or Path(scratch)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        sys.stdout.write(json.dumps(anyio.run(_attempt, args, directory)) + "\n")
+        sys.stdout.write(json.dumps(report := anyio.run(_attempt, args, directory)) + "\n")
+    if args.results is not None:
+        where = f"{args.minutes:.0f} minutes, seed {args.seed}"
+        note([ran("python -m tests.chaos.random_kills", where, f"{report['num_killed']} kills survived")], args.results)
     return 0
 
 

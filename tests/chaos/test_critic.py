@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 CRITIC_ONLY = 3
 STEPS = 14
 PPO = (
-    "algorithm.advantage_estimator=ppo",
+    "algorithm.estimator.type=ppo",
     "algorithm.normalize_advantages=true",
-    f"algorithm.num_critic_only_steps={CRITIC_ONLY}",
+    f"algorithm.estimator.num_critic_only_steps={CRITIC_ONLY}",
     "critic.lr=6e-3",
     "train.save_hf=true",
 )

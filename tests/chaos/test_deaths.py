@@ -14,7 +14,7 @@ from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, ROOT, Command, Run,
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 PROCESSES = {  # which one dies, by line of the table
-    "reward worker": "reward",
+    "reward actor": "reward",
     "filter": "filter",
     "rollout actor": "rollout",
     "engine": "engine.policy.0",
@@ -24,7 +24,7 @@ PROCESSES = {  # which one dies, by line of the table
     "nats-server": "nats-server",
 }
 TOGETHER = (  # with each of them, who suffers most from it
-    ("reward worker", "filter", "buffer", "router"),
+    ("reward actor", "filter", "buffer", "router"),
     ("rollout actor", "engine"),
     ("trainer rank", "nats-server"),
 )

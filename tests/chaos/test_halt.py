@@ -29,7 +29,7 @@ SLOW_S: Final = 2.0  # of each token while a round is to be halted: it is genera
 
 
 def halt_as_a_person(run: Run) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", str(ROOT / "bin" / "halt.py"), str(run.directory)]
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "halt", str(run.directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
 
 import aiohttp
 import anyio
@@ -16,8 +15,6 @@ import pytest
 from aiohttp import web
 
 from actors.observer.otlp import SENT_FILE, sent_in
-from actors.observer.page import Page
-from runtime.report.observed import Observed
 from runtime.settings.tables.observe import PAGE_FILE
 from tests.chaos.audit import audit
 from tests.chaos.harness import Command, Run
@@ -40,13 +37,11 @@ async def page_step(run: Run) -> int:
     file = run.directory / PAGE_FILE
     if not file.exists():
         return -1
-    url = urlsplit(file.read_text().strip())
-    (token,) = parse_qs(url.query)["token"]
-    cookie = {"Cookie": f"{Page(Observed('r'), token).cookie}={token}"}
+    place, _, secret = file.read_text().strip().partition("#token=")
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client,
-            client.get(f"{url.scheme}://{url.netloc}/events", headers=cookie) as answer,
+            client.get(f"{place}events", headers={"Authorization": f"Bearer {secret}"}) as answer,
         ):
             content = b""  # a line of a long run is longer than `readline` allows
             async for some in answer.content.iter_any():

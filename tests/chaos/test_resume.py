@@ -1,5 +1,6 @@
 """The whole run ends, in order or by kill -9, and the same command goes on with it."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -37,6 +38,20 @@ async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
             assert await command.end() == 128 + signal.SIGINT
             await run.gone(family)
     await resume_and_finish(run)
+
+
+async def test_a_copy_of_the_directory_is_resumed_elsewhere(tmp_path: Path) -> None:
+    here = Run(tmp_path / "here", num_steps=8)
+    here.directory.parent.mkdir(parents=True)
+    async with here.started() as command:
+        await command.log.until_trained(3)
+        family = command.family()
+        command.send(signal.SIGINT)
+        assert await command.end() == 128 + signal.SIGINT
+        await here.gone(family)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    shutil.rmtree(tmp_path / "here")
+    await resume_and_finish(Run(tmp_path / "there", num_steps=8, overrides=("reward.timeout_s=77",)))
 
 
 async def test_the_agent_is_killed_when_the_run_has_just_finished(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path: Path) -> None:
     teacher, moments = write_teacher(tmp_path / "teacher"), moments_of("teacher")
     overrides = (
-        "algorithm.use_opd=true",
-        "algorithm.opd_type=sglang",
-        "algorithm.distillation_loss_coef=1",
-        "algorithm.distillation_topk=3",
+        "algorithm.opd.type=sglang",
+        "algorithm.opd.distillation.type=forward",
+        "algorithm.opd.distillation.coef=1",
+        "algorithm.opd.distillation.topk=3",
         f'engines.teacher={{kind = "tiny", hf_checkpoint = "{teacher}"}}',
         "run.dump_details=dump",
     )

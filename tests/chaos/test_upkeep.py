@@ -49,7 +49,8 @@ async def test_the_run_goes_on_later_on_a_trimmed_log(tmp_path: Path) -> None:
 
 async def test_servers_that_hang_are_started_again(tmp_path: Path) -> None:
     names = ["engine.policy.0", "router.policy", "nats-server"]
-    overrides = ("engines.policy.unresponsive_after_s=5", "engines.policy.router=sglang-router")
+    limits = ("engines.policy.unresponsive_after_s=5", "bus.unresponsive_after_s=5")
+    overrides = (*limits, "engines.policy.router=sglang-router")
     run = Run(tmp_path, num_steps=12, overrides=overrides)
     async with run.started() as command:
         for number, name in enumerate(names, start=1):

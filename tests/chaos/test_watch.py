@@ -87,7 +87,7 @@ def watching(run: Run) -> Generator[Watching]:
     termios.tcsetwinsize(other, (24, 80))
     environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
     modes = termios.tcgetattr(terminal)
-    command = [sys.executable, "-P", str(ROOT / "bin" / "watch.py"), str(run.directory)]
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "watch", str(run.directory)]
     process = subprocess.Popen(
         command, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True
     )

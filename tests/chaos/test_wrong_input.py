@@ -53,7 +53,7 @@ async def test_a_function_that_never_works_ends_the_run_with_its_reason(
     barren = ("rollout.max_barren_groups=1",) if end == FAILED else ()  # else the first calls of the grader end it
     run = Run(tmp_path, num_steps=3, overrides=(f"{key}={GRADERS}:{function}", *barren))
     code, said = await end_of(run)
-    assert code == end
+    assert code == end, said
     *_, failure = [line for line in said.splitlines() if line.startswith("run r failed")]
     assert reason in failure
 

@@ -1,4 +1,4 @@
-"""Test functions that pages cite, `file.py::test_name`, with or without the file's folder."""
+"""Test functions that pages cite: `test_name`, or `file.py::test_name` where several files have one of that name."""
 
 import ast
 import functools
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CITED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+CITED = re.compile(r"`(?:([\w/]+\.py)::)?(test_\w+)`")
 
 
 @functools.cache
@@ -23,11 +23,12 @@ def files_of_tests() -> dict[str, tuple[Path, ...]]:
 def cited_files(path: str, name: str) -> list[Path]:
     """Files that a citation may mean: exactly one where the citation is right."""
     wanted = Path(path).parts
-    return [file for file in files_of_tests().get(name, ()) if file.parts[-len(wanted) :] == wanted]
+    return [file for file in files_of_tests().get(name, ()) if not wanted or file.parts[-len(wanted) :] == wanted]
 
 
 def wrong_citations(text: str) -> list[str]:
     """Citations that name no test or more than one, or that have another form."""
     cited = CITED.findall(text)
-    wrong = [f"{path}::{name}" for path, name in cited if len(cited_files(path, name)) != 1]
-    return wrong if len(cited) == text.count(".py::") else [*wrong, "a citation of another form"]
+    wrong = [f"{path}::{name}".removeprefix("::") for path, name in cited if len(cited_files(path, name)) != 1]
+    whole = sum(bool(path) for path, _ in cited)
+    return wrong if whole == text.count(".py::") else [*wrong, "a citation of another form"]

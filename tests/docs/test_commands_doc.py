@@ -16,8 +16,9 @@ COMMANDS = sorted(path.name for path in (ROOT / "bin").iterdir() if path.is_file
 
 def help_of(command: str) -> str:
     """Return what `--help` prints; Python commands run without the shell script that sets .venv up."""
-    module = ROOT / "bin" / f"{command.replace('-', '_')}.py"
-    start = [sys.executable, "-P", str(module)] if module.exists() else [str(ROOT / "bin" / command)]
+    is_shell = command in {"setup", "test"}
+    program = [str(ROOT / "bin" / command)]
+    start = program if is_shell else [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), *program]
     ended = subprocess.run(
         [*start, "--help"],
         env={**os.environ, "COLUMNS": "120"},

@@ -1,4 +1,4 @@
-"""docs/train/data.md and sft.md: their files, slices, functions and demonstrations do what they say."""
+"""docs/train/data.md, sft.md and own-functions.md: their files, slices, sources and demonstrations do what they say."""
 
 import json
 from pathlib import Path
@@ -6,24 +6,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.buffer.prompts.generated import GeneratedPrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.source_worker import Draw, Hello, Source
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.buffer.prompts.turns import pieces_of
-from actors.hooks import check_hooks
 from messages import Prompt
 from runtime.data.rows import read_rows
+from runtime.functions.load import load
+from runtime.functions.table import SOURCE, SOURCE_CLASS
 from runtime.ledger.state import GroupOutcome
 from runtime.settings.load import load_topology
 from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
-from tests.docs.snippets import snippets
+from tests.docs.snippets import snippet, snippets
+from tests.support.checks import function_problems
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "train" / "data.md"
 SFT = PAGE.with_name("sft.md")
-SOURCES = PAGE.with_name("data-sources.md")
+OWN = PAGE.with_name("own-functions.md")
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 START = f"""include = "laptop.toml"
 rollout.shuffle = false
@@ -73,10 +75,10 @@ def test_the_weights_of_the_page_mix_its_files(folder: Path) -> None:
 
 def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
     topology = with_table(folder, 3)
-    assert check_hooks(topology) == []
+    assert function_problems(topology) == []
     source = topology.data[0].source
     assert source == f"{folder}/my_data.py:addition"
-    row = find_source("data.0.source", source)(7)
+    row = load(SOURCE, "data.0.source", source).function(7)
     assert eval(row["input"].removeprefix("What is ").removesuffix("?")) == row["label"]
     ids = msgspec.structs.replace(topology.data[0], source="my_ids.py:counting", label_key=None)
     prompts = load_prompts(msgspec.structs.replace(topology, data=(ids,), eval=()))
@@ -87,28 +89,21 @@ def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
     assert found[1].metadata == {"number": 9}
 
 
-def test_the_classes_of_the_page_of_sources_draw_and_go_on_from_their_states(folder: Path) -> None:
-    for block in snippets(SOURCES, "python"):
-        (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
-    for name in ("easy", "hard"):
-        (folder / f"{name}.jsonl").write_text(f'{{"input": "{name}", "label": 1}}\n')
-    tables: list[DataConfig] = []
-    for index, block in enumerate(snippets(SOURCES, "toml")):
-        file = folder / f"source{index}.toml"
-        file.write_text(START + block)
-        topology = load_topology(file).topology
-        assert check_hooks(topology) == []
-        tables += topology.data
-    levels, mix = tables
-    source = Source(Hello(key="k", value=levels.source_class or ""))
+def test_the_class_of_the_page_of_functions_draws_and_goes_on_from_its_state(folder: Path) -> None:
+    (folder / "my_source.py").write_text(snippet(OWN, "python", "# my_source.py"))
+    file = folder / "source.toml"
+    file.write_text(START + snippet(OWN, "toml", "my_source.py"))
+    topology = load_topology(file).topology
+    assert function_problems(topology) == []
+    name = topology.data[0].source_class or ""
+    source = Source(load(SOURCE_CLASS, "k", name).function, name, Hello())
     drawn = source.answer(Draw(first=0, count=32))
     outcomes = tuple(GroupOutcome(number=n, kind="kept", rewards=(float(n != 5),)) for n in range(32))
     again = source.answer(Draw(first=32, count=2, outcomes=outcomes, restart=True, state=drawn.state))
-    assert again.rows[0] == drawn.rows[5]  # missed, so drawn again
+    assert msgspec.json.decode(drawn.rows[0])["label"] < 19
+    assert max(msgspec.json.decode(row)["label"] for row in again.rows) > 18
     assert again.state is not None
     assert msgspec.json.decode(again.state.content)[0] == 2  # digits: the next level
-    mixed = Source(Hello(key="k", value=mix.source_class or "", files=mix.files)).answer(Draw(first=0, count=400))
-    assert sum(b'"input":"easy"' in row for row in mixed.rows) == pytest.approx(300, abs=30)
 
 
 def test_the_demonstrations_of_the_page_train_the_turns_it_says(folder: Path) -> None:

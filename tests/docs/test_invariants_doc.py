@@ -24,6 +24,8 @@ def test_every_cited_test_exists() -> None:
 def test_citations_that_are_wrong_are_found() -> None:
     here = "test_every_rule_cites_a_test"
     assert [file.name for file in cited_files("docs/test_invariants_doc.py", here)] == ["test_invariants_doc.py"]
+    assert [file.name for file in cited_files("", here)] == ["test_invariants_doc.py"]
+    assert wrong_citations(f"`{here}`, `test_no_such_test`") == ["test_no_such_test"]
     assert wrong_citations(f"`test_pages.py::{here}`, `test_invariants_doc.py::test_no_such_test`") == [
         f"test_pages.py::{here}",
         "test_invariants_doc.py::test_no_such_test",

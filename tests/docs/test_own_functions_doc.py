@@ -1,4 +1,4 @@
-"""docs/train/own-losses.md and own-hooks.md: their functions pass the dry run and compute what the pages say."""
+"""docs/train/own-functions.md, verl_functions.py: functions of the trainer pass the dry run, compute what they say."""
 
 import tomllib
 from dataclasses import replace
@@ -15,7 +15,8 @@ from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.dry_run import try_plugin
 from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights, hook
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData, rollout_data
-from runtime.settings.derived import trainer_functions
+from runtime.functions.table import LOSS, POSTPROCESS, STEP_HOOK
+from runtime.settings.reading.schema import functions_in
 from tests.actors.trainer.algorithms.peers import GROUPS, LENGTHS, REWARDS, VERL, column
 from tests.actors.trainer.tiny import random_batch
 from tests.build.advantages import advantage_inputs
@@ -23,20 +24,23 @@ from tests.build.losses import inputs
 from tests.build.topology import topology_with
 from tests.docs.snippets import snippets
 
-PAGES = [Path(__file__).parents[2] / "docs" / "train" / f"own-{name}.md" for name in ("losses", "hooks")]
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "train" / "own-functions.md"
+EXAMPLE = ROOT / "topologies" / "examples" / "verl_functions.py"
 MORE = [
-    ("algorithm.custom_loss", "my_losses.py:kl_cov"),
-    ("algorithm.rollout_data_postprocess", "my_baseline.py:optimal_token_baseline"),
+    ("algorithm.loss.function", "verl_functions.py:clip_cov", LOSS),
+    ("algorithm.loss.function", "verl_functions.py:kl_cov", LOSS),
+    ("algorithm.rollout_data_postprocess", "verl_functions.py:optimal_token_baseline", POSTPROCESS),
 ]
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The pages' files; each block names its own in the first line."""
-    for page in PAGES:
-        for block in snippets(page, "python"):
-            (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    """The page's files, each named in the first line of its block, and the example."""
+    for block in snippets(PAGE, "python"):
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    (tmp_path / EXAMPLE.name).write_text(EXAMPLE.read_text())
     return tmp_path
 
 
@@ -45,19 +49,21 @@ def of_verl() -> LossInputs:
     return inputs(column("new", gradient=True), column("old"), column("advantages"), lengths=LENGTHS)
 
 
-def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
-    tables = [tomllib.loads(block) for page in PAGES for block in snippets(page, "toml")]
-    named = [pair for tables in tables for pair in trainer_functions(topology_with(**tables))]
-    assert [key.partition(".")[2] for key, _ in named] == [
-        "custom_loss",
-        "custom_tis",
-        "custom_pg_loss_reducer",
-        "custom_advantage",
+def test_the_settings_of_the_page_pass_the_dry_run(folder: Path) -> None:
+    tables = [tomllib.loads(block) for block in snippets(PAGE, "toml")]
+    of_trainer = [table for table in tables if table.keys() <= {"algorithm", "train"}]
+    functions = (each for table in of_trainer for each in functions_in(topology_with(**table)))
+    named = [each for each in functions if each[2].runs_in == "trainer"]
+    assert [key.partition(".")[2] for key, _, _ in named] == [
+        "loss.function",
+        "tis.function",
+        "reduction.function",
+        "estimator.function",
         "rollout_data_postprocess",
         "custom_megatron_before_train_step_hook",
     ]
-    for key, value in [*named, *MORE]:
-        try_plugin(topology_with(), key, value, base_dirs=(folder,))
+    for key, value, kind in [*named, *MORE]:
+        try_plugin(topology_with(), kind, key, value, (folder,))
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -66,7 +72,7 @@ def test_the_losses_are_those_of_verl(folder: Path, name: str) -> None:
     settings: dict[str, Any] = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.0}
     settings = settings if name == "clip_cov" else {"kl_cov_ratio": 0.2}
     scope: dict[str, Any] = {}
-    exec((folder / "my_losses.py").read_text(), scope)
+    exec(EXAMPLE.read_text(), scope)
     given, peer = of_verl(), VERL["own_losses"][name]
     loss, metrics = scope[name](given, **settings)
     mean = torch.stack([row.mean() for row in loss.split(LENGTHS)]).mean()
@@ -81,7 +87,7 @@ def test_the_losses_are_those_of_verl(folder: Path, name: str) -> None:
 
 
 def test_random_tokens_of_clip_cov_are_few(folder: Path) -> None:
-    loss = custom_loss("my_losses.py:clip_cov", (folder,))
+    loss = custom_loss("verl_functions.py:clip_cov", (folder,))
     advantages = torch.tensor([4.0, -4.0] * 10)
     given = inputs(torch.tensor([-0.1, -3.0] * 10, requires_grad=True), torch.tensor([-0.1, -3.0] * 10), advantages)
     assert loss(given).metrics["train/pg_clipfrac"].sum() == 0.0  # the covariances of 5.8 are beyond the bounds
@@ -89,16 +95,26 @@ def test_random_tokens_of_clip_cov_are_few(folder: Path) -> None:
     assert loss(given).metrics["train/pg_clipfrac"].sum() == 1.0
 
 
-def test_the_weights_are_icepop_with_a_bound_by_sign(folder: Path) -> None:
-    weights = custom_weights("my_weights.py:by_sign", (folder,))
-    olds, rollouts = torch.zeros(6), torch.log(torch.tensor([2.5, 1.0, 0.75, 0.6, 0.4, 0.75]))
-    given = inputs(olds, olds, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0]), rollout=rollouts)
+def test_the_loss_is_that_of_a_limited_ratio(folder: Path) -> None:
+    loss = custom_loss("my_losses.py:limited", (folder,))
+    new = torch.log(torch.tensor([0.5, 1.0, 3.0])).requires_grad_()
+    terms = loss(inputs(new, torch.zeros(3), torch.tensor([1.0, -2.0, 1.0])))
+    assert terms.loss.tolist() == pytest.approx([-0.5, 2.0, -2.0])
+    assert terms.metrics["train/pg_clipfrac"].tolist() == [0.0, 0.0, 1.0]
+    terms.loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-0.5, 2.0, 0.0])
+
+
+def test_the_weights_are_those_of_truncated_importance_sampling(folder: Path) -> None:
+    weights = custom_weights("my_weights.py:truncated", (folder,))
+    olds, rollouts = torch.zeros(3), torch.log(torch.tensor([0.25, 1.0, 4.0]))
+    given = inputs(olds, olds, torch.ones(3), rollout=rollouts)
     factors, metrics = weights(given)
-    expected = importance_weights(given, level="token", mode="mask", low=0.5, high=2.0).factors
-    assert torch.equal(factors[:5], expected[:5])
-    assert factors[5] == 0.0  # 1 / 0.75 is above 1.25
-    assert expected[5] > 0.0
-    assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    expected = importance_weights(given, level="token", mode="truncate", low=0.0, high=2.0).factors
+    assert torch.equal(factors, expected)
+    assert factors.tolist() == pytest.approx([2.0, 1.0, 0.25])
+    assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_the_advantages_are_above_the_median_of_a_prompt(folder: Path) -> None:
@@ -111,7 +127,7 @@ def test_the_advantages_are_above_the_median_of_a_prompt(folder: Path) -> None:
 def test_the_hook_writes_a_line_for_each_train_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     topology = topology_with(train={"custom_megatron_before_train_step_hook": "my_norms.py:log_norms"})
-    run = hook(topology, "custom_megatron_before_train_step_hook")
+    run = hook(topology, STEP_HOOK)
     layer = torch.nn.Linear(1, 1)
     with torch.no_grad():
         layer.weight.fill_(3.0)
@@ -151,13 +167,13 @@ def test_the_optimal_token_baseline_is_that_of_verl(folder: Path) -> None:
         advantages=np.zeros(len(trains)),
     )
     scope: dict[str, Any] = {}
-    exec((folder / "my_baseline.py").read_text(), scope)
+    exec(EXAMPLE.read_text(), scope)
     advantages = scope["optimal_token_baseline"](data, squares).advantages
     assert advantages[trains].tolist() == pytest.approx(VERL["token_baseline"], abs=1e-6)
     assert not advantages[~trains].any()
     alone = replace(data, groups=np.arange(len(lengths)))
     assert scope["optimal_token_baseline"](alone).advantages[trains].tolist() == np.repeat(REWARDS, LENGTHS).tolist()
-    plugin = Postprocess("my_baseline.py:optimal_token_baseline", (folder,))
+    plugin = Postprocess("verl_functions.py:optimal_token_baseline", (folder,))
     assert plugin.changed(data).advantages.std() > 0
 
 

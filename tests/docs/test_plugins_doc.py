@@ -1,4 +1,4 @@
-"""docs/train/{rewards,own-graders,filters,multi-turn,evaluations}.md: functions are found, do what the pages say."""
+"""docs/train/{rewards,own-functions,filters,multi-turn}.md: functions are found, do what the pages say."""
 
 import tomllib
 from array import array
@@ -10,24 +10,25 @@ import numpy as np
 import pytest
 
 from actors.buffer.deciding import selection
-from actors.buffer.deciding.measuring import EvalSample, admitted, find_metrics
-from actors.buffer.deciding.selection import Selection, chosen_of, find_selection
-from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
+from actors.buffer.deciding.measuring import EvalSample, admitted
+from actors.buffer.deciding.selection import Selection, chosen_of
+from actors.filter.filters import KEEP, GroupSummary, verdict_of
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample, Turn
 from actors.rollout.pools.answering import PoolTurn
-from actors.rollout.samples.conversation import Conversation
-from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.sample import OpenSample
 from messages import Int32Array, Prompt, SampleKey, SampleStatus, SamplingParams
 from messages.events import Outcome
+from runtime.functions.load import load
+from runtime.functions.table import BUFFER_FILTER, FILTER, GENERATE, METRICS, OVER_SAMPLING_FILTER
 from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
 
 TRAIN = Path(__file__).parents[2] / "docs" / "train"
-PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "own-graders", "filters", "multi-turn", "evaluations")]
+PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "own-functions", "filters", "multi-turn")]
 
 
 def blocks(language: str) -> list[str]:
@@ -72,6 +73,10 @@ async def test_the_reward_functions_of_the_pages_work(folder: Path) -> None:
     assert await rewards_of(folder, "my_ranking.py:shortest_wins", *group, group=True) == [0.0, 1.0, 0.0]
 
 
+def generating(folder: Path, name: str) -> GenerateFunction:
+    return load(GENERATE, "rollout.custom_generate", name, [folder]).function
+
+
 def summary(*rewards: float, response_len: int = 10) -> GroupSummary:
     return GroupSummary(
         group_id=1,
@@ -87,7 +92,7 @@ def summary(*rewards: float, response_len: int = 10) -> GroupSummary:
 
 
 def test_the_filter_of_the_pages_works(folder: Path) -> None:
-    judge = find_filter("my_filters.py:one_is_right", [folder])
+    judge = load(FILTER, "rollout.dynamic_filter", "my_filters.py:one_is_right", [folder]).function
     assert verdict_of(judge(summary(0.0, 1.0)), "one_is_right") == KEEP
     dropped = [judge(summary(0.0, 0.5)), judge(summary(0.0, 1.0, response_len=3000))]
     assert [verdict_of(answer, "one_is_right").reason for answer in dropped] == ["none_right", "too_long"]
@@ -96,20 +101,20 @@ def test_the_filter_of_the_pages_works(folder: Path) -> None:
 
 def test_the_selections_of_the_pages_work(folder: Path) -> None:
     groups = [kept(0, 1.0, response_len=9), kept(1, 0.5, response_len=3), kept(2, 1.0, response_len=5)]
-    choose = find_selection("over_sampling_filter", "my_choice.py:right_and_short", [folder])
+    choose = load(OVER_SAMPLING_FILTER, "k", "my_choice.py:right_and_short", [folder]).function
     assert choose is not None
     asked = Selection(kind="over_sampling_filter", groups=tuple(groups), count=2)
     assert chosen_of(asked, choose(groups)).group_ids == (2, 0, 1)
     left_out = msgspec.structs.replace(groups[1], indices=[0, 1], rewards=[None, 0.5], response_lens=[9, 3])
     assert chosen_of(asked, choose([left_out, groups[0]])).group_ids == (0, 1)
-    choose = find_selection("buffer_filter", "my_choice.py:nearly_done", [folder])
+    choose = load(BUFFER_FILTER, "k", "my_choice.py:nearly_done", [folder]).function
     assert choose is not None
     asked = Selection(kind="buffer_filter", groups=tuple(groups), count=2)
     assert chosen_of(asked, choose(groups, 2)).group_ids == (0, 2)
 
 
-def test_the_metrics_of_the_page_are_means_and_votes(folder: Path) -> None:
-    """Three prompts: two of three say 7, which is right; the only one says 5, which is wrong; none has a grade."""
+def test_the_metrics_of_the_page_are_means(folder: Path) -> None:
+    """Three prompts: two of three samples are right; the only one is wrong; none has a grade."""
     given = [
         (0, "7", 1.0, "add"),
         (0, "8", 0.0, "add"),
@@ -133,8 +138,8 @@ def test_the_metrics_of_the_page_are_means_and_votes(folder: Path) -> None:
         )
         for index, (item, pred, reward, subject) in enumerate(given)
     ]
-    found = find_metrics("eval.0.custom_metrics", "my_metrics.py:by_subject", (folder,))(samples)
-    assert admitted(found) == {"add": pytest.approx(2 / 3), "mul": 0.0, "majority": 0.5}
+    found = load(METRICS, "eval.0.custom_metrics", "my_metrics.py:by_subject", (folder,)).function(samples)
+    assert admitted(found) == {"add": pytest.approx(2 / 3), "mul": 0.0}
 
 
 @pytest.mark.anyio
@@ -156,7 +161,7 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     conversation = Conversation(
         prompt, sample, params=SamplingParams(max_new_tokens=100), ask=ask, model=AnyTokens(lambda text: [len(text)])
     )
-    assert await conversation.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
+    assert await conversation.run(generating(folder, "my_agent.py:adds")) is SampleStatus.COMPLETED
     assert conversation.text == "<add>3 4</add><sum>7</sum>it is 7"
     assert conversation.sample_metadata == {"sums": 1}
     assert asked == [[], [2, len("<sum>7</sum>")]]
@@ -176,14 +181,12 @@ async def test_the_further_conversations_of_the_pages_work(folder: Path) -> None
     model = AnyTokens(lambda text: [len(text)])
     sample = OpenSample(index=0, prompt_len=1)
     conversation = Conversation(prompt, sample, params=SamplingParams(max_new_tokens=64), ask=ask, model=model)
-    assert (
-        await conversation.run(find_generate_function("my_helper.py:asks_a_helper", [folder])) is SampleStatus.COMPLETED
-    )
+    assert await conversation.run(generating(folder, "my_helper.py:asks_a_helper")) is SampleStatus.COMPLETED
     assert sample.siblings[1].own_score is not None
     assert sample.siblings[1].own_score.reward == 0.5
     sample = OpenSample(index=0, prompt_len=1)
     conversation = Conversation(prompt, sample, params=SamplingParams(max_new_tokens=66), ask=ask, model=model)
-    assert await conversation.run(find_generate_function("my_helper.py:forgets", [folder])) is SampleStatus.COMPLETED
+    assert await conversation.run(generating(folder, "my_helper.py:forgets")) is SampleStatus.COMPLETED
     go_on = len("<user>go on<assistant>")
     assert [sibling.prompt_of(prompt.prompt_ids).tolist() for sibling in sample.parts] == [[1], *[[1, 2, 3, go_on]] * 3]
 
@@ -209,7 +212,7 @@ async def test_another_model_makes_a_turn_of_the_function_of_the_page(folder: Pa
     sample, model = OpenSample(index=0, prompt_len=1), AnyTokens(lambda text: [len(text)])
     params, pools = SamplingParams(max_new_tokens=66), {"verifier": verifier}
     conversation = Conversation(prompt, sample, params=params, ask=ask, model=model, keep=keep, pools=pools)
-    function = find_generate_function("my_verified.py:is_verified", [folder])
+    function = generating(folder, "my_verified.py:is_verified")
     assert await conversation.run(function) is SampleStatus.COMPLETED
     assert conversation.turns[-1] == ([5], [0.0], "yes")
     assert sample.untrained == ((3, 4),)
@@ -236,17 +239,12 @@ def test_the_settings_of_the_pages_name_its_functions(folder: Path) -> None:
     used = [source["rm_type"] for table in tables for source in table.get("data", [])]
     sums = [name for table in tables for name in table.get("reward", {}).get("sums", {})]
     assert sums == ["quality"]
-    names = [name for name in used if name not in (*external, *sums)]
+    assert set(used) - {"numeric", *external, *sums} == {"my_rewards.py:mentions_label"}
     rollout = [setting for table in tables for setting in table.get("rollout", {}).items()]
-    names += [name for key, name in rollout if key != "pools"]
-    assert names == [
-        "my_rewards.py:mentions_label",
-        "my_filters.py:one_is_right",
-        "my_choice.py:right_and_short",
-        "my_choice.py:nearly_done",
-        "my_agent.py:adds",
-        "my_verified.py:is_verified",
-    ]
+    names = [name for key, name in rollout if key not in ("pools", "custom_rollout_prompts")]
+    assert "my_filters.py:one_is_right" in names
+    for file, function in (name.split(":") for name in names):
+        assert f"def {function}(" in (folder / file).read_text()
 
 
 def test_the_page_lists_the_built_in_graders() -> None:

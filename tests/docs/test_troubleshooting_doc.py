@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
 
 
+@cache
 def said() -> str:
     files = (path for folder in ("actors", "runtime", "bin") for path in (ROOT / folder).rglob("*.py"))
     return "\n".join(text for file in files for text in texts(ast.parse(file.read_text(encoding="utf-8"))))

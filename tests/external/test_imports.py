@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from bin.installed import OF_A_RUN
+from bin.physarum import OF_A_RUN
 
 ROOT = Path(__file__).parents[2]
 WORKER = ("bin.reward_worker", "actors.reward.external", "actors.reward.keeper", "actors.reward.worker")

@@ -22,7 +22,7 @@ from tests.fixtures.nats import eventually
 from tests.support.external import ALICE, BOB, RunServer, score_request
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-P", str(ROOT / "bin/reward_worker.py"))
+COMMAND = (sys.executable, "-P", str(ROOT / "bin/physarum.py"), "reward-worker")
 GRADERS = """
 import time
 

@@ -4,7 +4,6 @@ In the middle, one worker sleeps and the two others are revoked.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
-import psutil
 import pytest
 
 from runtime.node.supervisor.ports import free_port
@@ -25,6 +23,7 @@ STEPS = 12
 GROUPS_PER_STEP = 64
 RUN = "laptop"
 GRADER = "judge"  # no actor of the run has it
+ADDRESS = "127.0.0.1"  # of one machine alone; other addresses: tests/rights and tests/nodes
 TOPOLOGY = """
 include = "{root}/topologies/laptop.toml"
 run.dir = "{folder}/runs"
@@ -45,14 +44,6 @@ LIMIT_S = 300
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 
-def own_address() -> str:
-    """An address of this machine that is not loopback: its server has accounts."""
-    found = [one.address for card in psutil.net_if_addrs().values() for one in card if one.family == socket.AF_INET]
-    outside = [address for address in found if not address.startswith("127.")]
-    assert outside, "this machine has no address besides loopback, so no external client can reach a run here"
-    return outside[0]
-
-
 def until(holds: Callable[[], bool], what: str, limit_s: float = 90) -> None:
     """Wait until a condition holds that another process brings about."""
     end = time.monotonic() + limit_s
@@ -62,9 +53,9 @@ def until(holds: Callable[[], bool], what: str, limit_s: float = 90) -> None:
 
 
 def start_command(folder: Path) -> list[str]:
-    address, file = own_address(), folder / "laptop.toml"
-    file.write_text(TOPOLOGY.format(root=ROOT, folder=folder, address=address, port=free_port(address), steps=STEPS))
-    return [sys.executable, "-P", str(ROOT / "bin/start_topology.py"), str(file), "--json"]
+    file = folder / "laptop.toml"
+    file.write_text(TOPOLOGY.format(root=ROOT, folder=folder, address=ADDRESS, port=free_port(ADDRESS), steps=STEPS))
+    return [sys.executable, "-P", str(ROOT / "bin/physarum.py"), "start-topology", str(file), "--json"]
 
 
 class ExternalRun:
@@ -77,18 +68,21 @@ class ExternalRun:
 
     def credentials(self, *arguments: str) -> str:
         """Call bin/credentials; return what it prints."""
-        command = [sys.executable, "-P", str(ROOT / "bin/credentials.py"), str(self.directory), *arguments]
+        command = [sys.executable, "-P", str(ROOT / "bin/physarum.py"), "credentials", str(self.directory), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def client(self, name: str, command: Sequence[str | Path], *kind: str) -> subprocess.Popen[bytes]:
-        """Start a program with a new credential until the end of the test; its output is a file."""
+    def accept(self, name: str, *kind: str) -> None:
+        """Write a new credential for a client."""
         credential = self.folder / f"{name}.toml"
         credential.touch(mode=0o600)
         credential.write_text(self.credentials(*kind, "--name", name))
+
+    def client(self, name: str, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+        """Start a program with its credential until the end of the test; its output is a file."""
         with (self.folder / f"{name}.txt").open("wb") as output:
-            words = [str(credential) if word == "CREDENTIAL" else str(word) for word in command]
+            words = [str(self.folder / f"{name}.toml") if word == "CREDENTIAL" else str(word) for word in command]
             process = subprocess.Popen(words, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT)
         self._programs.callback(lambda: (process.kill(), process.wait()))
         return process
@@ -127,19 +121,30 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], ExternalRun]]
 def test_workers_of_the_page_grade_a_run_and_two_are_revoked(tmp_path: Path) -> None:
     grader = ("grader", "--grader", GRADER)
     python, viewer = (python_program(number, tmp_path) for number in (0, 1))
+    javascript = javascript_worker(tmp_path / "js")
+    (tmp_path / "mine.py").write_text("def grade(sample):\n    return float(sample.response == sample.label)\n")
+    worker = [sys.executable, "-P", ROOT / "bin/physarum.py", "reward-worker", "CREDENTIAL", "mine.py:grade"]
     with started(tmp_path) as (start, run):
-        alice = run.client("alice", [*python, "CREDENTIAL"], *grader)
-        bob = run.client("bob", [*javascript_worker(tmp_path / "js"), "CREDENTIAL"], *grader)
-        (tmp_path / "mine.py").write_text("def grade(sample):\n    return float(sample.response == sample.label)\n")
-        worker = [sys.executable, "-P", ROOT / "bin/reward_worker.py", "CREDENTIAL", "mine.py:grade"]
-        carol = run.client("carol", worker, *grader)
-        run.client("dave", [*viewer, "CREDENTIAL"], "viewer")
+        for name, kind in {"alice": grader, "bob": grader, "carol": grader, "dave": ("viewer",)}.items():
+            run.accept(name, *kind)
+        alice, bob, carol = (
+            run.client(name, command)
+            for name, command in {
+                "alice": [*python, "CREDENTIAL"],
+                "bob": [*javascript, "CREDENTIAL"],
+                "carol": worker,
+            }.items()
+        )
+        run.client("dave", [*viewer, "CREDENTIAL"])
         until(lambda: run.num_steps() >= STEPS // 4, "a quarter of the steps", LIMIT_S)
         assert alice.poll() is None, run.printed("alice")
-        bob.send_signal(SIGSTOP)  # others get the requests that it holds; without them the run waits for it
+        for process in (alice, bob, carol):  # the run waits for them; bob gets the requests that the others hold
+            process.send_signal(SIGSTOP)
         run.credentials("--revoke", "alice")
+        alice.send_signal(SIGCONT)
         until(lambda: "Authorization Violation" in run.printed("alice"), "the refusal of the revoked worker", 20)
         run.credentials("--revoke", "carol")
+        carol.send_signal(SIGCONT)
         assert carol.wait(30) == EXIT_INPUT_ERROR, run.printed("carol")
         assert "it was revoked, or is unknown" in run.printed("carol")
         assert run.num_steps() < STEPS

@@ -1,7 +1,7 @@
 """What only a GPU can show, in one command: `python -m tests.gpu`. Prints what it does and writes one JSON.
 
 It needs one GPU, a CUDA torch (2.11 to 2.13), Python 3.11 or 3.12, and the small packages of requirements/laptop.lock
-(docs/develop/gpu.md). Each section is a process of its own, so that one that fails costs itself alone.
+(docs/develop/benchmarks.md). Each section is a process of its own, so that one that fails costs itself alone.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from tests.gpu.single import PYTHON, has_sglang
 from tests.support.results import write_results
+from tests.support.verified import note, ran
 
 ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 470.0  # of all sections together
@@ -63,9 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     answer = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(gpu)}
     answer["sections"] = run_all(args.section or chosen())
     args.out.write_text(json.dumps(answer, indent=2) + "\n")
+    failed = [name for name, section in answer["sections"].items() if section["problems"]]
     if args.results is not None:
         print(write_results(args.results, "gpu", answer["machine"], answer["sections"]))
-    failed = [name for name, section in answer["sections"].items() if section["problems"]]
+        result = f"{len(answer['sections']) - len(failed)} sections passed, {len(failed)} failed"
+        note([ran("python -m tests.gpu", gpu, result)], args.results)
     print(f"{args.out}: {len(answer['sections'])} sections, failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 

@@ -22,7 +22,7 @@ def laptop(device: str, *, tiny: bool = False) -> Measured:
     words = [word for setting in settings for word in ("--set", setting)]
     topology = ROOT / "topologies" / "laptop.toml"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "bin" / "start_topology.py"), str(topology), "--json", *words]
+        command = [sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology", str(topology), "--json", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             return Measured({}, [f"exit code {done.returncode}: {done.stderr[-3000:]}"])

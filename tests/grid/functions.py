@@ -7,28 +7,27 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from runtime.settings.rules.algorithm import APPLIES, refusal
-from runtime.settings.tables.algorithm import AggMode, AlgorithmConfig, Estimator, LossMode
+from runtime.settings.reading.config import type_of
+from runtime.settings.rules.algorithm import allows
+from runtime.settings.tables.algorithm import AlgorithmConfig, Kl, Reduction
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss, LossTable
+from tests.build.topology import joined
 
 Settings = dict[str, Any]
 
-BASE: Final[Settings] = {"entropy_coef": 0.05, "num_steps_per_rollout": 2, "advantage_estimator": "rloo"}
+BASE: Final[Settings] = {"entropy_coef": 0.05, "num_steps_per_rollout": 2, "estimator": {"type": "rloo"}}
 CORRECTIONS: Final[dict[str, Settings]] = {
-    "tokens, truncated": {"use_tis": True, "tis_mode": "truncate", "tis_clip": 1.2},
-    "sequences, clipped": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "tis_clip_low": 0.6},
+    "tokens, truncated": {"tis": {"type": "truncate", "upper_bound": 1.2}},
+    "sequences, clipped": {"tis": {"type": "clip", "level": "sequence", "upper_bound": 1.5, "lower_bound": 0.6}},
     "sequences, masked, mean 1": {
-        "use_tis": True,
-        "tis_level": "geometric",
-        "tis_mode": "mask",
-        "tis_clip_low": 0.8,
-        "tis_clip": 1.3,
-        "tis_batch_normalize": True,
+        "tis": {"type": "mask", "level": "geometric", "lower_bound": 0.8, "upper_bound": 1.3, "batch_normalize": True}
     },
-    "tokens rejected, veto": {"use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.4, "rs_veto_threshold": 0.5},
-    "sequences rejected": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.8, "rs_upper_bound": 1.2},
-    "divergence": {"use_rs": True, "rs_metric": "binary_kl", "rs_level": "geometric", "rs_upper_bound": 3e-3},
-    "OPSM": {"use_opsm": True, "opsm_delta": 0.01},
-    "current policy": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "bypass_mode": True},
+    "tokens rejected, veto": {"rs": {"type": "ratio", "lower_bound": 0.7, "upper_bound": 1.4, "veto_threshold": 0.5}},
+    "sequences rejected": {"rs": {"type": "ratio", "level": "geometric", "lower_bound": 0.8, "upper_bound": 1.2}},
+    "divergence": {"rs": {"type": "binary_kl", "level": "geometric", "upper_bound": 3e-3}},
+    "OPSM": {"opsm_delta": 0.01},
+    "current policy": {"bypass_mode": True, "tis": {"type": "clip", "level": "sequence", "upper_bound": 1.5}},
 }
 BYPASSED: Final = "gpg"  # reads no old log-probs
 DISTILLED: Final = "distillation from likeliest tokens"  # reads log-probs of other tokens than the targets
@@ -36,69 +35,76 @@ FURTHER: Final[dict[str, Settings]] = {
     "likelihood of good samples": {"positive_example_nll_weight": 0.3},
     "mismatch metrics": {"get_mismatch_metrics": True},
     "engine's log-probs": {"use_rollout_logprobs": True},
-    "on-policy distillation": {"use_opd": True, "opd_type": "sglang", "normalize_advantages": True},
+    "on-policy distillation": {"normalize_advantages": True, "opd": {"type": "sglang"}},
     DISTILLED: {
-        "use_opd": True,
-        "opd_type": "sglang",
-        "opd_kl_coef": 0.5,
-        "distillation_loss_coef": 0.3,
-        "distillation_kl_type": "mixed",
-        "zero_outside_topk": True,
+        "opd": {
+            "type": "sglang",
+            "kl_coef": 0.5,
+            "distillation": {"type": "mixed", "coef": 0.3, "zero_outside_topk": True},
+        }
     },
     "critic, lambda by length": {
-        "advantage_estimator": "ppo",
-        "gae_lambda_value": 0.7,
-        "length_adaptive_alpha": 0.4,
         "normalize_advantages": True,
+        "estimator": {"type": "ppo", "critic_lambd": 0.7, "length_adaptive_alpha": 0.4},
     },
-    "KL in the reward": {"kl_coef": 0.1, "kl_loss_type": "k3"},
-    "KL in the reward, before the group's mean": {"kl_coef": 0.1, "kl_before_normalization": True},
+    "KL in the reward": {"kl": {"type": "k3", "reward_coef": 0.1}},
+    "KL in the reward, before the group's mean": {
+        "kl": {"type": "k1", "reward_coef": 0.1, "before_normalization": True}
+    },
     "returns with KL": {
-        "advantage_estimator": "reinforce_plus_plus",
-        "gamma": 0.9,
-        "kl_coef": 0.1,
         "normalize_advantages": True,
+        "estimator": {"type": "reinforce_plus_plus", "gamma": 0.9},
+        "kl": {"type": "k1", "reward_coef": 0.1},
     },
-    "length penalties": {"overlong_buffer_len": 4, "length_penalty": "linear"},
-    "not whitened, no std": {"advantage_estimator": "grpo", "disable_grpo_std_normalization": True},
+    "length penalties": {"overlong_buffer_len": 4, "length_penalty": {"type": "linear"}},
+    "not whitened, no std": {"estimator": {"type": "grpo", "normalize_std": False}},
 }
 NEEDED: Final[dict[str, Settings]] = {
-    "reinforce_plus_plus": {"normalize_advantages": True, "gamma": 0.95},
+    "reinforce_plus_plus": {"normalize_advantages": True, "estimator": {"gamma": 0.95}},
     "reinforce_plus_plus_baseline": {"normalize_advantages": True},
     "gdpo": {
         "normalize_advantages": True,
-        "gdpo_reward_keys": ["correct", "format"],
-        "gdpo_reward_weights": [1.0, 0.5],
+        "estimator": {"reward_keys": ["correct", "format"], "reward_weights": [1.0, 0.5]},
     },
 }
 PAIRS: Final[dict[str, Settings]] = {  # of pairs of responses, in one micro-batch each
-    "pairs, DPO": {"loss_type": "dpo_loss", "dpo_beta": 0.4, "label_smoothing": 0.1, "num_steps_per_rollout": 2},
-    "pairs, IPO": {"loss_type": "dpo_loss", "preference_loss": "ipo", "num_steps_per_rollout": 2},
-    "pairs, reward model": {"loss_type": "rm_loss", "num_steps_per_rollout": 2},
+    "pairs, DPO": {"num_steps_per_rollout": 2, "loss": {"type": "dpo", "beta": 0.4, "label_smoothing": 0.1}},
+    "pairs, IPO": {"num_steps_per_rollout": 2, "loss": {"type": "preference_ipo"}},
+    "pairs, reward model": {"num_steps_per_rollout": 2, "loss": {"type": "rm"}},
 }
-KL_TYPES: Final = ("k1", "k2", "k3", "low_var_kl", "k3+")
 
 
 def cases() -> dict[str, Settings]:
     """All settings to train with, by name."""
-    found = _losses() | {f"estimator {name}": _estimator(name) for name in get_args(Estimator)}
-    for mode in get_args(AggMode):
-        found[f"reduction {mode}"] = {"loss_agg_mode": mode}
-        if mode in APPLIES["count_masked_rollouts"].choices:
-            found[f"reduction {mode}, masked not counted"] = {"loss_agg_mode": mode, "count_masked_rollouts": False}
-    for name in KL_TYPES:
-        found[f"KL {name}"] = {"kl_loss_coef": 0.1, "kl_loss_type": name}
-        if name != "k3+":
-            found[f"KL {name}, unbiased"] = found[f"KL {name}"] | {"use_unbiased_kl": True}
+    found = _losses() | {f"estimator {name}": _estimator(name) for name in types_of(Estimator)}
+    for reduction in get_args(Reduction):
+        if (mode := type_of(reduction)) == "custom":
+            continue
+        found[f"reduction {mode}"] = {"reduction": {"type": mode}}
+        if "count_masked_rollouts" in reduction.__struct_fields__:
+            masked = {"type": mode, "count_masked_rollouts": False}
+            found[f"reduction {mode}, masked not counted"] = {"reduction": masked}
+    for kl in get_args(Kl):
+        name = type_of(kl)
+        found[f"KL {name}"] = {"kl": {"type": name, "loss_coef": 0.1}}
+        if "unbiased" in kl.__struct_fields__:
+            found[f"KL {name}, unbiased"] = {"kl": {"type": name, "loss_coef": 0.1, "unbiased": True}}
     return {name: BASE | settings for name, settings in (found | FURTHER).items()} | PAIRS
+
+
+def types_of(union: Any) -> list[str]:
+    """The types of a table, but for a function of the user."""
+    return [name for name in map(type_of, get_args(union)) if name != "custom"]
 
 
 def _losses() -> dict[str, Settings]:
     """Every loss alone and with two corrections, and the first one with all of them."""
     found: dict[str, Settings] = {}
-    for number, loss in enumerate(get_args(LossMode)):
-        found[f"loss {loss}"] = {"loss_mode": loss, **_options(loss)}
-        if loss not in APPLIES["use_tis"].choices:
+    losses = [table for table in get_args(Loss) if table.learns_from == "samples" and type_of(table) != "custom"]
+    for number, table in enumerate(losses):
+        loss = type_of(table)
+        found[f"loss {loss}"] = {"loss": {"type": loss, **_options(table)}}
+        if not allows(table, "tis"):
             continue
         names = [name for name in CORRECTIONS if name != "current policy"]
         chosen = names if number == 0 else [names[number % len(names)], names[(number + 3) % len(names)]]
@@ -107,18 +113,17 @@ def _losses() -> dict[str, Settings]:
     return found
 
 
-def _options(loss: str) -> Settings:
+def _options(loss: type[LossTable]) -> Settings:
     """Bounds that some tokens exceed. Probabilities are near 1 / 32."""
-    eps = 0.01 if loss == "dppo_tv" else 1e-3 if loss == "dppo_kl" else 0.1
+    eps = {"dppo_tv": 0.01, "dppo_kl": 1e-3}.get(type_of(loss), 0.1)
     bounds: Settings = {"eps_clip": eps, "eps_clip_high": 1.5 * eps, "eps_clip_c": 1.2}
     bounds |= {"dppo_mask_low": 0.005, "dppo_mask_high": 0.01, "ipo_threshold": 0.01, "behav_imp_weight_cap": 1.3}
-    return {name: value for name, value in bounds.items() if loss in APPLIES[name].choices}
+    return {name: value for name, value in bounds.items() if name in loss.__struct_fields__}
 
 
-def _estimator(name: Estimator) -> Settings:
-    """With the loss of PPO where the estimator does not name its own, and settings that it needs."""
-    loss = {} if refusal(name, "ppo") else {"loss_mode": "ppo"}
-    return {"advantage_estimator": name, **loss, **NEEDED.get(name, {})}
+def _estimator(name: str) -> Settings:
+    """With the settings that it needs."""
+    return joined({"estimator": {"type": name}}, NEEDED.get(name, {}))
 
 
 def algorithm(settings: Settings) -> AlgorithmConfig:

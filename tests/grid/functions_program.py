@@ -23,7 +23,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.derived import has_critic, trains_pairs, trains_reward_model, uses_topk
+from runtime.settings.derived import has_critic, topk_divergence, trains_pairs, trains_reward_model
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import pairs, random_batch, with_topk
 from tests.grid import faults
@@ -68,14 +68,16 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     """Train one step with each case, and return its metrics."""
     device = torch.device("cpu")
     groups.join(ranks, topology.trainer.megatron, device, seed=topology.run.seed)
-    replica, critic = Replica(topology, device), Critic(topology, device)
+    replica = Replica(topology, device)
+    with_critic = msgspec.structs.replace(topology, algorithm=algorithm({"estimator": {"type": "ppo"}}))
+    critic = Critic(with_critic, device)
     before = [copy for trained in (replica, critic.replica) for copy in trained.weights_copy()]
     batch = batch_of(TrainStep(topology, replica))
     found: dict[str, dict[str, float]] = {}
     for name, settings in cases.items():
         own = msgspec.structs.replace(topology, algorithm=algorithm(settings))
         step = None if trains_pairs(own) else TrainStep(own, replica, critic if has_critic(own) else None)
-        own_batch = with_topk(batch) if uses_topk(own.algorithm) else batch
+        own_batch = batch if topk_divergence(own.algorithm) is None else with_topk(batch)
         metrics = trained_pairs(own, replica) if step is None else step(own_batch).metrics
         found[name] = {key: float(value) for key, value in metrics.items() if not key.startswith("perf/")}
     after = [copy for trained in (replica, critic.replica) for copy in trained.weights_copy()]

@@ -139,13 +139,13 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "model": {"random_init": False, "dtype": row.dtype},
         "algorithm": {
             "entropy_coef": 0.05,
-            "kl_coef" if row.critic else "kl_loss_coef": 0.1,
+            "kl": {"type": "k1", "reward_coef" if row.critic else "loss_coef": 0.1},
             "ref_update_interval": 2,  # the checkpoint after one step has the reference, which moves before the last
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,
             "keep_old_actor": row.aged,
-            **({"advantage_estimator": "ppo", "normalize_advantages": True} if row.critic else {}),
+            **({"normalize_advantages": True, "estimator": {"type": "ppo"}} if row.critic else {}),
         },
         "critic": {"init_method_std": 0.1, "lr": 3e-3} if row.critic else {},
         "rollout": {

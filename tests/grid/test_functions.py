@@ -80,7 +80,7 @@ def topology_of(place: Path, trainer: dict[str, Any]) -> Topology:
     ranks = trainer.get("megatron", {}).get("context_parallel_size", 1)
     tables: dict[str, Any] = {
         "model": {"random_init": False},
-        "algorithm": {"kl_loss_coef": 0.1},
+        "algorithm": {"kl": {"type": "k1", "loss_coef": 0.1}},
         "optimizer": {"lr": 0.0},
         "train": {"max_tokens_per_gpu": MAX_TOKENS // ranks, "num_steps": 4},
         "trainer": {"device": "cpu", "log_probs_ahead": True, **trainer},

@@ -33,7 +33,7 @@ def job(place: Path, run: str, trainer: dict[str, Any]) -> dict[str, Any]:
         place,
         model={"random_init": False},
         rollout={"n_samples_per_prompt": 1},
-        algorithm={"loss_type": "rm_loss", "num_steps_per_rollout": 1},
+        algorithm={"num_steps_per_rollout": 1, "loss": {"type": "rm"}},
         optimizer={"adam_eps": 1e-4},  # at 1e-8 a gradient that is rounding alone moves its weight
         train={"max_tokens_per_gpu": 40},
         trainer={"device": "cpu", **trainer},

@@ -23,10 +23,11 @@ import msgspec
 from runtime.settings.load import load_topology
 from tests.bench.__main__ import machine
 from tests.learning.curves import Curve, picture
+from tests.support.verified import note, ran
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parents[1]
-START: Final = [sys.executable, "-P", str(ROOT / "bin/start_topology.py")]
+START: Final = [sys.executable, "-P", str(ROOT / "bin/physarum.py"), "start-topology"]
 SEEDS: Final = (1234, 7, 42, 99, 5)
 FIRST_S: Final = 600  # limit of the run that a case starts from
 
@@ -82,9 +83,12 @@ def main(argv: list[str] | None = None) -> int:
         for name, case in chosen.items():
             outcomes[name] = [_outcome(name, case, seed, kept, Path(temporary)) for seed in SEEDS[: args.seeds]]
             print(_row(name, case, outcomes[name]), flush=True)
+    failed = [name for name, case in chosen.items() if not passes(case, outcomes[name])]
     if args.results is not None:
         print(_write(args.results, args.cases, chosen, outcomes), file=sys.stderr)
-    return 0 if all(passes(case, outcomes[name]) for name, case in chosen.items()) else 1
+        result = f"{len(chosen) - len(failed)} cases passed, {len(failed)} failed"
+        note([ran(f"python -m tests.learning --cases {args.cases}", f"{args.seeds} seeds", result)], args.results)
+    return 1 if failed else 0
 
 
 def _outcome(name: str, case: Case, seed: int, kept: Path, temporary: Path) -> Outcome:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.registry import ROLES, actor_type
+from actors.registry import ROLES, hosted
 from bin import describe_messages
 from messages import message_types, tag_of
 from messages.catalogue import json_schemas
+from runtime.settings.load import load_topology
+from tests.runtime.settings.shipped import LAPTOP
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -37,10 +39,11 @@ def test_every_reference_of_a_document_leads_somewhere(name: str) -> None:
 
 
 def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
-    daemons = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left"}
+    daemons = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left", "event_loop_blocked"}
     buses = {"message_dead_lettered", "dead_letter"}
     later = {"column_published"}  # of stages that no recipe declares yet
-    written = {tag_of(message) for role in ROLES for message in actor_type(role).writes}
+    topology = load_topology(LAPTOP).topology
+    written = {tag_of(message) for role in ROLES for message in hosted(role, topology, Path()).actor_type.writes}
     calls = {tag for tag, message in message_types().items() if message.plane == "call"}
     assert set(message_types()) - written - calls - daemons - buses - later == set()
 

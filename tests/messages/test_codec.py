@@ -156,7 +156,8 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 GOLDEN = [
     (
         JSON,
-        b'{"type":"user_function_raised","instance":"reward","function":"the grader my.py:f","traceback":"KeyError"}',
+        b'{"type":"user_function_raised","instance":"reward","function":"the grader my.py:f","traceback":"KeyError",'
+        b'"took_too_long":false}',
         UserFunctionRaised(instance="reward", function="the grader my.py:f", traceback="KeyError"),
     ),
     (

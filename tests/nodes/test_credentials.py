@@ -21,7 +21,10 @@ nodes.local = {{ address = "eth0", gpus = 0 }}
 
 
 def credentials(machine: Machine, *arguments: str) -> str:
-    return machine.run([sys.executable, "-P", str(ROOT / "bin" / "credentials.py"), *arguments], timeout_s=60)
+    """Call bin/credentials on a machine that runs no process of the run, so that the directory needs trust."""
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "credentials", *arguments, "--trust"]
+    lines = machine.run(command, timeout_s=60).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("--trust: "))
 
 
 def test_credentials_are_given_and_revoked_on_another_machine_than_the_server(tmp_path: Path) -> None:
@@ -29,7 +32,9 @@ def test_credentials_are_given_and_revoked_on_another_machine_than_the_server(tm
         home, other = lan.add("n0"), lan.add("n1", clock=7200.0)
         file = tmp_path / "alone.toml"
         file.write_text(ALONE.format(directory=tmp_path, laptop=ROOT / "topologies" / "laptop.toml"))
-        daemon = home.start([sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file)], cwd=tmp_path)
+        daemon = home.start(
+            [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "start-topology", str(file)], cwd=tmp_path
+        )
         daemon.wait_for("| weights v1 ", 120)
         run_dir = tmp_path / "alone"
         text = credentials(other, str(run_dir), "viewer", "--name", "bob")

@@ -147,7 +147,15 @@ def test_another_version_is_refused_on_both(tmp_path: Path) -> None:
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
         home = start(n0, file, "local")
-        command = [sys.executable, "-P", str(other_tree / "bin" / "start_topology.py"), str(file), "--node", "n1"]
+        command = [
+            sys.executable,
+            "-P",
+            str(other_tree / "bin" / "physarum.py"),
+            "start-topology",
+            str(file),
+            "--node",
+            "n1",
+        ]
         other = n1.start(command, cwd=tmp_path, env={"PYTHONPATH": str(other_tree)})
         ends(home, other, within_s=REFUSED_S, code=2)
         for process in (home, other):

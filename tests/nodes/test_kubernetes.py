@@ -169,7 +169,7 @@ def test_the_manifests_command_trains_on_two_machines_with_its_names(tmp_path: P
     hosts = {"n0": "10.77.0.10", "n1": "10.77.0.11"}
     lines = [f"{address} {name}" for address, name in zip(hosts.values(), names(), strict=True)]
     options = [option.replace("/runs", str(tmp_path)) for option in command()[1:]]
-    whole = [sys.executable, "-P", ROOT / "bin" / "start_topology.py", "laptop-two-nodes", *options]
+    whole = [sys.executable, "-P", ROOT / "bin" / "physarum.py", "start-topology", "laptop-two-nodes", *options]
     pods = {node: names()[index].partition(".")[0] for index, node in enumerate(hosts)}
     with machines("n0", "n1", shared=tmp_path, hosts=dict.fromkeys(hosts, lines), hostnames=pods) as lan:
         assert [lan[name].address for name in hosts] == list(hosts.values())

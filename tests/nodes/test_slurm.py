@@ -26,7 +26,7 @@ STEPS = 30
 START_S = 120.0
 RUN_S = 240.0
 COMMAND = f"""#!/bin/sh
-exec {sys.executable} -P {ROOT / "bin" / "start_topology.py"} "$@"
+exec {sys.executable} -P {ROOT / "bin" / "physarum.py"} start-topology "$@"
 """
 
 
@@ -103,7 +103,7 @@ def test_a_killed_daemon_ends_the_job_and_the_same_sbatch_resumes_it(tmp_path: P
     with cluster(tmp_path) as (lan, slurm):
         first = submit(slurm)
         wait_for("step  3/", tmp_path, first, START_S)
-        [daemon] = [int(pid) for pid in lan["n1"].run(["pgrep", "-of", "start_topology.py"]).split()]
+        [daemon] = [int(pid) for pid in lan["n1"].run(["pgrep", "-of", "physarum.py start-topology"]).split()]
         lan["n1"].run(["kill", f"-{int(signal.SIGKILL)}", str(daemon)])
         state, _ = slurm.wait(first, 3 * KILL_WAIT_S)
         assert state == "FAILED", log(tmp_path, first)

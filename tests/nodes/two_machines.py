@@ -80,7 +80,16 @@ def apart(
 
 def start(machine: Machine, file: Path, node: str, *options: str, env: Mapping[str, str] | None = None) -> Process:
     """Start a node of a run on a machine."""
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--node", node, *options]
+    command = [
+        sys.executable,
+        "-P",
+        str(ROOT / "bin" / "physarum.py"),
+        "start-topology",
+        str(file),
+        "--node",
+        node,
+        *options,
+    ]
     return machine.start(command, env=env, cwd=file.parent)
 
 

@@ -39,7 +39,12 @@ async def browsed(url: str, directory: Path) -> dict[int, dict[str, Any]]:
         url: of the page, with its token.
         directory: exists; gets a screenshot of each view.
     """
-    command = [ROOT / ".venv-page" / "bin" / "python", Path(__file__).parent / "browse.py", url, directory]
+    return {each["width"]: each for each in await visited("browse.py", url, str(directory))}
+
+
+async def visited(script: str, *arguments: str) -> Any:
+    """Run a script of this folder in .venv-page, and return what it printed."""
+    command = [ROOT / ".venv-page" / "bin" / "python", Path(__file__).parent / script, *arguments]
     browser = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         printed, _ = await asyncio.wait_for(browser.communicate(), BROWSE_S)
@@ -47,5 +52,5 @@ async def browsed(url: str, directory: Path) -> dict[int, dict[str, Any]]:
         if browser.returncode is None:
             browser.kill()
             await browser.wait()
-    assert browser.returncode == 0, url
-    return {each["width"]: each for each in json.loads(printed)}
+    assert browser.returncode == 0, arguments
+    return json.loads(printed)

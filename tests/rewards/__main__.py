@@ -25,6 +25,7 @@ from actors.reward.graders.builtin import exact_match, f1
 from actors.reward.graders.math.grader import deepscaler, math
 from actors.reward.graders.numeric import numeric
 from actors.reward.graders.stated import dapo
+from tests.support.verified import note, ran
 
 LABELLED = Path(__file__).parents[1] / "actors" / "reward" / "graders" / "labelled_math.toml"
 
@@ -142,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(page)
     if args.results is not None:
         (args.results / f"{datetime.now(UTC):%Y-%m-%d}-rewards.md").write_text(page, encoding="utf-8")
+        wrong = sum(bool(item.wrong) for item in checked)
+        note(
+            [ran("python -m tests.rewards", "GSM8K", f"{len(checked) - wrong} graders passed, {wrong} failed")],
+            args.results,
+        )
     return int(any(item.wrong for item in checked))
 
 

@@ -89,7 +89,7 @@ async def running(directory: Path, pace: Pace) -> AsyncGenerator[anyio.abc.Proce
     (directory / "graders.py").write_text(GRADERS)
     filled = {"ADDRESS": address, "PORT": str(free_port(address)), "GRADERS": str(directory / "graders.py")}
     file.write_text(reduce(lambda text, item: text.replace(*item), filled.items(), TOPOLOGY))
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--json"]
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "start-topology", str(file), "--json"]
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
         environment = os.environ | pace.environment()
         process = await anyio.open_process(
@@ -107,7 +107,7 @@ async def running(directory: Path, pace: Pace) -> AsyncGenerator[anyio.abc.Proce
 async def credential_of(run_dir: Path, *arguments: str) -> Credential:
     """Return a new credential, once the run gives one."""
     file = run_dir / "credential.toml"
-    command = [sys.executable, "-P", str(ROOT / "bin" / "credentials.py"), str(run_dir), *arguments]
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "credentials", str(run_dir), *arguments]
     await eventually(lambda: (run_dir / "bus" / "clients.json").exists(), timeout_s=START_S)
 
     async def is_given() -> bool:

@@ -17,6 +17,7 @@ from tests.sglang.model import write_contract_model, write_versions
 from tests.sglang.rig import ADMIN_S, Rig, learn_checksums, left_as_found, rig_of
 from tests.sglang.router import Router, running_router
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server, Servers, kept_servers
+from tests.sglang.stack import UPSTREAM, stack
 
 LAYOUTS = [
     pytest.param(TINY, marks=pytest.mark.sglang, id="tiny"),
@@ -27,6 +28,7 @@ MATRIX = pytest.StashKey[Matrix]()
 ROW = "row of the matrix"
 KEEPERS = ("servers", "case")  # fixtures with servers that are kept over several tests
 HERE = Path(__file__).parent
+OF_TWO_PROCESSES = ("two-processes", TWO_PROCESSES, "engine_of_two")  # in the names of tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -138,8 +140,12 @@ async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, run contract tests in one process, which keeps the servers; the rest in another."""
+    if stack() is UPSTREAM:  # which starts no engine of two processes without a GPU
+        left_out = [item for item in items if any(name in item.nodeid for name in OF_TWO_PROCESSES)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.path.parent == HERE:
             kept = "servers" in getattr(item, "fixturenames", ())

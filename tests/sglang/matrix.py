@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES
+from tests.sglang.stack import stack, versions
 
 COLUMNS: Final = (TINY, TP1, TWO_PROCESSES)
 UNRUN: Final = "–"
@@ -37,8 +38,8 @@ class Matrix:
         if results is not None:
             results.mkdir(parents=True, exist_ok=True)
             today = datetime.datetime.now(datetime.UTC).date()
-            text = "\n".join(self.lines())
-            (results / f"{today}-sglang.md").write_text(f"# Behaviours of engines, {today}\n\n{text}\n")
+            text = "\n".join([versions(), "", *self.lines()])
+            (results / f"{today}-{stack().environment}.md").write_text(f"# Behaviours of engines, {today}\n\n{text}\n")
 
     def lines(self) -> Iterable[str]:
         """Yield a line per behaviour, with a column per engine. The heading has the versions and the day."""

@@ -4,6 +4,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 import numpy as np
 import pytest
@@ -100,6 +101,36 @@ async def test_stop_text_inside_a_token(rig: Rig) -> None:
             assert answer.text == whole[: whole.find(".") + 1]
             inside += answer.output_ids[-1] in DOTTED
         assert inside
+
+
+@pytest.mark.behaviour("an empty stop text ends the answer at its first token, without a text")
+async def test_empty_stop_text(rig: Rig) -> None:
+    for stop in ([""], "", ["zzzz", ""]):
+        answer = await _posted(rig, {"stop": stop, "max_new_tokens": 16})
+        assert (len(answer["output_ids"]), answer["text"]) == (1, "")
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ""}
+
+
+@pytest.mark.behaviour("min_new_tokens holds back stop ids, and not stop texts")
+async def test_stop_before_the_least_number_of_tokens(rig: Rig) -> None:
+    free = await _posted(rig, {"max_new_tokens": 16})
+    least = {"max_new_tokens": 16, "min_new_tokens": 16}
+    third = free["output_ids"][2]
+    length = free["output_ids"].index(third) + 1
+    by_text = await _posted(rig, {**least, "stop": [text_of([third])]})
+    assert len(by_text["output_ids"]) <= length
+    assert by_text["meta_info"]["finish_reason"]["type"] == "stop"
+    by_id = await _posted(rig, {**least, "stop_token_ids": [third], "ignore_eos": False})
+    assert len(by_id["output_ids"]) == 16
+    assert third not in by_id["output_ids"][:15]
+
+
+async def _posted(rig: Rig, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's own answer: the rollout actor sends no such request."""
+    body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0.0, "ignore_eos": True, **params}}
+    async with aiohttp.ClientSession() as session, session.post(f"{rig.server.url}/generate", json=body) as response:
+        assert response.status == 200
+        return await response.json()
 
 
 @pytest.mark.behaviour("a stop text that is an end token's counts as the stop text")

@@ -78,7 +78,7 @@ def run(
 ) -> tuple[dict[str, Any], Rows]:
     """Run it to its end; what it prints, and the metrics of its steps."""
     own = overrides(**{"eval.0.interval": num_steps, "train.num_steps": num_steps}, **settings)
-    command = [sys.executable, "-P", str(ROOT / "bin/start_topology.py"), str(RECIPE), "--json"]
+    command = [sys.executable, "-P", str(ROOT / "bin/physarum.py"), "start-topology", str(RECIPE), "--json"]
     command += [word for setting in own for word in ("--set", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Counts two journeys in the code: a sample's tokens, and a weight version.
 
-    python -m tests.support.journeys           # writes the counts into docs/understand/journeys.md
+    python -m tests.support.journeys   # lists all that is counted
 
 Each journey names the rooms that it passes and how its payload is called in a field. All else is read from the code:
 
@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-PAGE: Final = ROOT / "docs" / "understand" / "journeys.md"
-BEGIN, END = "<!-- counted by tests/support/journeys.py -->\n", "<!-- end of the counts -->\n"
 DATA_TYPES: Final = ("Struct", "Message", "NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum")
 STARTS_A_THREAD: Final = ("Thread", "ThreadPoolExecutor", "TorchThread", "Worker")
 
@@ -48,12 +46,6 @@ class Counts:
     types: tuple[str, ...]
     threads: tuple[str, ...]
 
-    @property
-    def row(self) -> str:
-        """Cells of the page's table."""
-        lists = (self.files, self.forms, self.messages, self.types, self.threads)
-        return " | ".join(str(len(each)) for each in lists)
-
 
 JOURNEYS: Final = {
     "samples": Journey(
@@ -61,6 +53,7 @@ JOURNEYS: Final = {
             "actors/rollout/sglang/*.py",
             "actors/rollout/requests/*.py",
             "actors/rollout/samples/*.py",
+            "actors/rollout/slime/*.py",
             "messages/samples.py",
             "messages/data.py",
             "actors/trainer/data/*.py",
@@ -68,7 +61,7 @@ JOURNEYS: Final = {
         field=r"^_?((input|output|prompt|response|kept)_ids|ids|tokens|prefix|chunks)(_[A-Z])?: .*"
         r"(list|tuple|array|Array|Ints|bytes|buffer)",
         messages=r"^(SegmentsPublished|ColumnsPublished|ExpertsPublished)$",
-        threads=("actors/rollout/requests/*.py", "actors/rollout/samples/*.py"),
+        threads=("actors/rollout/requests/*.py", "actors/rollout/samples/*.py", "actors/rollout/slime/*.py"),
     ),
     "weights": Journey(
         rooms=(
@@ -206,20 +199,7 @@ def count(journey: Journey) -> Counts:
     return Counts(*in_order[:4], ("loop", *in_order[4]))
 
 
-def table() -> str:
-    """Return the counts as the page has them."""
-    rows = [f"| {name} | {count(journey).row} |\n" for name, journey in JOURNEYS.items()]
-    return "| journey | files | forms | messages | types | threads |\n|---|---|---|---|---|---|\n" + "".join(rows)
-
-
-def page_with_counts(page: str) -> str:
-    """Put the current counts into the page."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page_with_counts(PAGE.read_text()))
     for name, journey in JOURNEYS.items():
         found = count(journey)
         for what in ("files", "forms", "messages", "types", "threads"):

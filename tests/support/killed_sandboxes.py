@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 
-from actors.reward.keeper import children_of
+from runtime.util.descendants import children_of
 
 SHARE = 0.1  # of the sandboxes that are killed
 LOOK_S = 0.01  # between two looks at the living ones

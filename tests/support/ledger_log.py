@@ -2,10 +2,18 @@
 
 from typing import Any
 
+import msgspec
+
 from actors.buffer.deciding.decide import Schedule, decide
 from messages import GroupsIssued, IssuedGroup, Message, Outcome
 from runtime.ledger.fold import LedgerState, fold
 from tests.build.events import announced, completed, trained, verdict
+
+
+def check_that_a_restart_decides_the_same(state: LedgerState, schedule: Schedule) -> None:
+    """A restarted buffer reads a snapshot, and has indices of its own."""
+    restarted = msgspec.json.decode(msgspec.json.encode(state), type=LedgerState)
+    assert decide(state, schedule) == decide(restarted, schedule)
 
 
 class Log:
@@ -20,6 +28,7 @@ class Log:
     def add(self, event: Message) -> int:
         self.events.append(event)
         fold(self.state, event, len(self.events))
+        check_that_a_restart_decides_the_same(self.state, self.schedule)
         return len(self.events)
 
     def decide(self) -> list[Message]:

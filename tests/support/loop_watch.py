@@ -3,12 +3,21 @@
 import asyncio
 import gc
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-BOUND_S: Final = 0.005
+
+def _step_s(clock: Callable[[], float]) -> float:
+    """The step of a clock. On some kernels it is a tick, all of which is charged to what runs at its end."""
+    begin, until = clock(), time.monotonic() + 1.0
+    while (now := clock()) == begin and time.monotonic() < until:
+        pass
+    return now - begin
+
+
+BOUND_S: Final = 0.005 + _step_s(time.thread_time)
 KEPT: Final = 5
 OWN: Final = "TestRunner"  # the task of the test itself
 

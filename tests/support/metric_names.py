@@ -12,6 +12,9 @@ ROW_KEYS = {"report": ("step", "time")}  # names without a family, which a searc
 READ = {  # metrics that the report reads from the trainer
     ("report", "perf/<>_time"),
     ("report", "perf/fetch_time"),
+    ("report", "perf/train_time"),
+    ("report", "perf/train_wait_time"),
+    ("report", "perf/update_weights_time"),
     ("report", "rollout/staleness_max"),
     ("report", "rollout/staleness_mean"),
     ("report", "train/entropy_loss"),

@@ -6,17 +6,21 @@ Run: python -m tests.support.slime_scripts CHECKOUT COMMIT > docs/results/DATE-s
 import io
 import sys
 import tempfile
-from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from bin import start_topology
-from runtime.settings.slime.scripts.convert import CannotConvert, convert_script
-from runtime.settings.slime.scripts.script import read_script
-from runtime.settings.slime.scripts.syntax import NotAStartScript
-from runtime.settings.slime.scripts.written import written_recipe, written_topology
+from bin.slime_scripts.convert import CannotConvert, convert_script
+from bin.slime_scripts.script import read_script
+from bin.slime_scripts.syntax import NotAStartScript
+from bin.slime_scripts.written import written_recipe, written_topology
+from runtime.settings.load import load_topology
+from runtime.settings.reading.config import TopologyError
+from tests.support.slime_effective import differences, wrong_defaults
 
 VARIABLES: Final = {
     "BASE_DIR": "/base",
@@ -33,14 +37,17 @@ HEAD: Final = """# slime's start scripts, {date}
 can show: GPUs, model and data files, and functions that a script names. These variables were given: {variables}.
 No script ran.
 
-"By hand" counts flags that someone must set: functions and files of slime's. The check passes without them,
-but the run is another one until they are set. The last column says why a script has no recipe, or its check fails.
+"Lost" counts flags and variables without which the run is another one: functions and files of slime's to set by hand,
+and what is not implemented. For such a script `bin/from-slime` writes nothing without `--force`; the check here is
+that of the recipe without its lines of lost flags. "Differs" counts settings of the recipe that are not the values with
+which slime would train: flags as given, otherwise slime's and Megatron's defaults, but for the lost ones. The last
+column says why a script has no recipe, or its check fails.
 
-{good} of {all} scripts pass the check, {whole} of them with nothing to set by hand.
+{whole} of {all} scripts lose nothing; {good} of {all} pass the check. {differing} settings differ.
 
 Written by `python -m tests.support.slime_scripts CHECKOUT COMMIT`.
 
-| script | check | by hand | not yet | why |
+| script | lost | check | differs | why |
 |---|---|---|---|---|
 """
 
@@ -49,30 +56,36 @@ def main() -> None:
     """Write the page to standard output."""
     checkout, commit = Path(sys.argv[1]), sys.argv[2]
     scripts = sorted([*checkout.glob("scripts/**/run*.sh"), *checkout.glob("examples/**/*.sh")])
+    if wrong := list(wrong_defaults(checkout)):
+        raise SystemExit("\n".join(wrong))
     rows = [(str(script.relative_to(checkout)), *_converted(script)) for script in scripts]
-    good = [states for _, passes, states, _ in rows if passes]
     sys.stdout.write(
         HEAD.format(
             date=datetime.now(UTC).date(),
             commit=commit,
             variables=", ".join(f"`{name}`" for name in VARIABLES),
-            good=len(good),
+            good=sum(passes for _, _, passes, _, _ in rows),
             all=len(rows),
-            whole=sum(states["by hand"] == 0 for states in good),
+            whole=sum(lost == 0 for _, lost, _, _, _ in rows),
+            differing=sum(len(differing) for _, _, _, differing, _ in rows),
         )
     )
-    for name, passes, states, why in rows:
+    for name, lost, passes, differing, why in rows:
         result = "passes" if passes else "fails"
-        sys.stdout.write(f"| `{name}` | {result} | {states['by hand']} | {states['not yet']} | {why} |\n")
+        shown = "-" if lost is None else lost
+        reasons = "; ".join([why, *differing] if why else differing)
+        sys.stdout.write(f"| `{name}` | {shown} | {result} | {len(differing)} | {reasons} |\n")
 
 
-def _converted(script: Path) -> tuple[bool, Counter[str], str]:
-    """Convert and check one script: whether the check passes, its flags without a setting, and the first problem."""
+def _converted(script: Path) -> tuple[int | None, bool, list[str], str]:
+    """Convert and check one script: its lost flags, whether the check passes, what differs, and the first problem."""
     try:
-        result = convert_script(read_script(script, VARIABLES), "made")
+        read = read_script(script, VARIABLES)
+        whole = convert_script(read, "made")
     except (NotAStartScript, CannotConvert) as error:
-        return False, Counter(), str(error).splitlines()[0].replace(f"{script.parent}/", "")
-    states = Counter(left.state for left in result.left)
+        return None, False, [], str(error).splitlines()[0].replace(f"{script.parent}/", "")
+    lost = sum(left.is_lost for left in whole.left)
+    result = msgspec.structs.replace(whole, left=tuple(left for left in whole.left if not left.is_lost))
     with (
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(io.StringIO()),
@@ -81,7 +94,12 @@ def _converted(script: Path) -> tuple[bool, Counter[str], str]:
         (Path(folder) / "recipe.toml").write_text(written_recipe(result, script.name))
         (Path(folder) / "made.toml").write_text(written_topology(result, script.name, "recipe.toml"))
         code = start_topology.main([f"{folder}/made.toml", "--check", "--elsewhere"])
-    return code == 0, states, "" if code == 0 else said.getvalue().splitlines()[0].partition(": ")[2]
+        try:
+            made = load_topology(Path(folder) / "made.toml").topology
+        except TopologyError:
+            return lost, False, [], said.getvalue().splitlines()[0].partition(": ")[2]
+    left = {left.flag.split()[0].lstrip("-") for left in whole.left}
+    return lost, code == 0, list(differences(read, left, made)), ""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The buffer's next decision, computed from the ledger alone. Pure; called only when the whole log is folded."""
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -22,6 +21,7 @@ from messages import (
 )
 from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage
 from runtime.ledger.groups import HALTED
+from runtime.ledger.state import in_log_order
 
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
@@ -106,10 +106,10 @@ def _make_batch(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -
     if stale:
         return _closed(state, stale, "stale")
     size = schedule.rollout_batch_size
-    candidates = sorted(ready.values(), key=lambda group: group.event_seq)[: max(target, size)]
+    candidates = in_log_order(ready.values())[: max(target, size)]
     if len(candidates) < size:
-        spares = sorted(state.in_stage(Stage.SPARE).values(), key=lambda group: -group.event_seq)  # the newest first
-        return _batch(state, step, [*candidates, *spares][:size])
+        newest_first = in_log_order(state.in_stage(Stage.SPARE).values())[::-1]
+        return _batch(state, step, [*candidates, *newest_first][:size])
     if schedule.over_sampling_filter is None or state.taken_back or len(candidates) == size:
         return _batch(state, step, candidates[:size])
     order = _select("over_sampling_filter", schedule.over_sampling_filter, candidates, size, chosen)
@@ -219,7 +219,7 @@ def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None
     excess = len(spares) - schedule.over_sampling_batch_size
     if not passed_over and excess <= 0:
         return None
-    ended = list(passed_over.values()) or list(islice(spares.values(), excess))
+    ended = in_log_order(passed_over.values()) or in_log_order(spares.values())[:excess]
     reason = ended[0].reason
     return _closed(state, [group for group in ended if group.reason == reason], reason or "passed_over")
 
@@ -252,8 +252,8 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
     return None
 
 
-def _closed(state: LedgerState, groups: Sequence[Group], reason: str) -> GroupsClosed:
-    ids = tuple(group.group_id for group in groups[:MAX_CLOSED])
+def _closed(state: LedgerState, groups: Iterable[Group], reason: str) -> GroupsClosed:
+    ids = tuple(group.group_id for group in in_log_order(groups)[:MAX_CLOSED])
     return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome="dropped", reason=reason)
 
 

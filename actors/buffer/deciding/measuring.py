@@ -6,7 +6,6 @@ A failure costs these metrics alone: the evaluation ends with the others, and wi
 import numbers
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 import anyio
@@ -16,22 +15,20 @@ from anyio import to_thread
 
 from messages import EvalEnded, Prompt
 from messages.plain import clipped
+from runtime.functions.child import UserFunctionError, UserProcess
+from runtime.functions.limits import UserLimits
+from runtime.functions.load import load
+from runtime.functions.table import METRICS
 from runtime.ledger.fold import Evaluation
-from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess
-from runtime.settings.plugins import load_plugin, located
+from runtime.settings.derived import limits_of
 from runtime.settings.sizes import MAX_OWN_METRICS
-from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-TIMEOUT_S: Final = 30.0  # of a call; the buffer decides nothing else meanwhile
 MAX_REASON_CHARS: Final = 500
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 KEY: Final = "eval.N.custom_metrics"  # of a function that is tried without a recipe
-SEPARATOR: Final = "="  # between key and name, for the process
-
-MetricsFunction = Callable[[list["EvalSample"]], Any]
 
 
 class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +51,6 @@ class MetricsError(ValueError):
     """A function of metrics gave an invalid answer."""
 
 
-def find_metrics(key: str, value: str, base_dirs: Sequence[Path] = ()) -> MetricsFunction:
-    """Find the function that a setting names.
-
-    Raises:
-        PluginError: it does not exist, or cannot be called with samples.
-    """
-    return load_plugin(key, value, parameters=("samples",), base_dirs=base_dirs).function
-
-
 class EvalMetrics:
     """Calls the functions of metrics of a recipe, each in a process of its own that a call without an end costs.
 
@@ -77,11 +65,11 @@ class EvalMetrics:
         topology: Topology,
         show: Callable[[str, str], Awaitable[object]] | None = None,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = METRICS.timeout_s,
     ) -> None:
         self._keys = {item.name: f"eval.{index}.custom_metrics" for index, item in enumerate(topology.eval)}
         self._processes = {
-            item.name: metrics_process(topology.reward, self._keys[item.name], item.custom_metrics)
+            item.name: UserProcess(METRICS, self._keys[item.name], item.custom_metrics, limits_of(topology.reward))
             for item in topology.eval
             if item.custom_metrics is not None
         }
@@ -146,11 +134,9 @@ class EvalMetrics:
             raise MetricsError("the evaluation began without this function, so its samples were not kept")
         if cut := sum(item.is_cut for item in evaluation.items[name].values()):
             log.warning("eval_details_left_out", set=name, step=evaluation.step, num_items=cut)
-        await process.start()  # again, if an earlier call has cost it
         with anyio.fail_after(self._timeout_s):
             samples = await to_thread.run_sync(_packed, evaluation, name, prompts, abandon_on_cancel=True)
-            answer = await process.call(samples)
-        return admitted(msgspec.msgpack.decode(answer))
+        return admitted(msgspec.msgpack.decode(await process.call(samples, timeout_s=self._timeout_s)))
 
 
 def samples_of(evaluation: Evaluation, name: str, prompts: Sequence[Prompt]) -> list[EvalSample]:
@@ -204,12 +190,6 @@ def _is_finite(value: float) -> bool:
     return abs(value) <= 1e308  # an integer may be too large for a float; false for NaN
 
 
-def metrics_process(reward: RewardConfig, key: str, name: str) -> UserProcess:
-    """The process of a user's function of metrics."""
-    limits = UserLimits(memory_bytes=reward.memory_bytes, env=reward.env)
-    return UserProcess(f"{answering.__module__}:{answering.__name__}", f"{key}{SEPARATOR}{name}", limits)
-
-
 async def try_metrics(name: str, samples: Sequence[EvalSample]) -> dict[str, float]:
     """Call a user's function in a process of its own, as a run does.
 
@@ -220,23 +200,21 @@ async def try_metrics(name: str, samples: Sequence[EvalSample]) -> dict[str, flo
         MetricsError: its answer is invalid.
         ValueError: it cannot be used.
     """
-    process = metrics_process(RewardConfig(), KEY, located(KEY, name, (Path.cwd(),)))
+    process = UserProcess(METRICS, KEY, name, UserLimits())
     try:
-        await process.start()
-        with anyio.fail_after(TIMEOUT_S):
-            return admitted(msgspec.msgpack.decode(await process.call(msgspec.msgpack.encode(samples))))
+        answer = await process.call(msgspec.msgpack.encode(samples), timeout_s=METRICS.timeout_s)
+        return admitted(msgspec.msgpack.decode(answer))
     finally:
         await process.kill()
 
 
-def answering(named: str) -> Callable[[bytes], bytes]:
+def answering(key: str, name: str) -> Callable[[bytes], bytes]:
     """Return a user's function as its process calls it: from packed samples to what it returned, packed.
 
     Raises:
         ValueError: the function cannot be used.
     """
-    key, _, name = named.partition(SEPARATOR)
-    function, decoder = find_metrics(key, name, (Path.cwd(),)), msgspec.msgpack.Decoder(list[EvalSample])
+    function, decoder = load(METRICS, key, name).function, msgspec.msgpack.Decoder(list[EvalSample])
     return lambda payload: msgspec.msgpack.encode(function(decoder.decode(payload)), enc_hook=_plain)
 
 

@@ -7,7 +7,7 @@ import structlog
 
 from actors.buffer.deciding.decide import Schedule, decide
 from actors.buffer.deciding.selecting import called
-from actors.buffer.deciding.selection import Chosen, Kind, Selection, find_selection, first_come
+from actors.buffer.deciding.selection import FUNCTIONS, Chosen, Kind, Selection, first_come, key_of
 from actors.buffer.deciding.tasks import schedule_of
 from messages import (
     BatchReady,
@@ -21,6 +21,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
+from runtime.functions.load import find, is_plugin
 from runtime.ledger.fold import LedgerState, fold
 from runtime.settings.topology import Topology
 
@@ -50,7 +51,10 @@ class ReplayedBuffer:
         self._judge = judge
         names: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
         names["buffer_filter"] = topology.rollout.buffer_filter
-        self._functions = {kind: name and find_selection(kind, name) for kind, name in names.items()}
+        self._functions = {
+            kind: find(FUNCTIONS[kind], key_of(kind), name) if name is not None and is_plugin(name) else None
+            for kind, name in names.items()
+        }
         self._schedule: Schedule = msgspec.structs.replace(schedule_of(_without_evals(topology), {}), num_steps=2**31)
         self._seq = 0
         self._live: dict[int, GroupCompleted] = {}  # by the group id of the replay

@@ -1,25 +1,23 @@
 """Calls a user's selection function. A failure falls back to first come, first served; no group is lost or doubled."""
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-import anyio
 import msgspec
 import structlog
 
-from actors.buffer.deciding.selection import Chosen, Kind, Selection, chosen_of, find_selection, first_come
+from actors.buffer.deciding.selection import FUNCTIONS, Chosen, Kind, Selection, chosen_of, first_come, key_of
 from messages import SelectionFailed
 from messages.plain import clipped
-from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess
-from runtime.settings.plugins import is_plugin
+from runtime.functions.child import UserFunctionError, UserProcess
+from runtime.functions.load import find, is_plugin, load
+from runtime.functions.table import OVER_SAMPLING_FILTER
+from runtime.settings.derived import limits_of
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-SELECTION_TIMEOUT_S: Final = 10.0
 MAX_REASON_CHARS: Final = 500
-SEPARATOR: Final = "="  # between kind and name, for the process
 
 
 class Selector:
@@ -41,17 +39,17 @@ class Selector:
         report: Callable[[SelectionFailed], Awaitable[object]] | None = None,
         show: Callable[[str, str], Awaitable[object]] | None = None,
         *,
-        timeout_s: float = SELECTION_TIMEOUT_S,
+        timeout_s: float = OVER_SAMPLING_FILTER.timeout_s,
     ) -> None:
         names = {"over_sampling_filter": topology.rollout.over_sampling_filter}
         names["buffer_filter"] = topology.rollout.buffer_filter
         self._processes: dict[Kind, UserProcess] = {}
-        for kind in get_args(Kind):
+        for kind, function in FUNCTIONS.items():
             name = names[kind]
             if name is not None and is_plugin(name):
-                self._processes[kind] = selection_process(topology, kind, name)
+                self._processes[kind] = UserProcess(function, key_of(kind), name, limits_of(topology.reward))
             elif name is not None:
-                find_selection(kind, name)
+                find(function, key_of(kind), name)
         self._report, self._show = report, show
         self._timeout_s = timeout_s
 
@@ -78,7 +76,7 @@ class Selector:
             if isinstance(error, UserFunctionError):
                 reason = str(error)
                 if self._show is not None:
-                    await self._show(f"rollout.{selection.kind}", error.traceback)
+                    await self._show(key_of(selection.kind), error.traceback)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._report is not None:
                 failed = SelectionFailed(
@@ -88,33 +86,19 @@ class Selector:
             return first_come(selection)
 
     async def _call(self, selection: Selection) -> Chosen:
-        process = self._processes[selection.kind]
-        await process.start()  # again, if an earlier call has cost it
-        with anyio.fail_after(self._timeout_s):
-            return msgspec.msgpack.decode(await process.call(msgspec.msgpack.encode(selection)), type=Chosen)
+        process, payload = self._processes[selection.kind], msgspec.msgpack.encode(selection)
+        return msgspec.msgpack.decode(await process.call(payload, timeout_s=self._timeout_s), type=Chosen)
 
 
-def selection_process(topology: Topology, kind: Kind, name: str) -> UserProcess:
-    """The process of a user's selection."""
-    limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
-    return UserProcess(f"{answering.__module__}:{answering.__name__}", f"{kind}{SEPARATOR}{name}", limits)
-
-
-def answering(named: str) -> Callable[[bytes], bytes]:
+def answering(key: str, name: str) -> Callable[[bytes], bytes]:
     """Return a user's selection as its process calls it: from a packed Selection to a packed Chosen.
 
     Raises:
         ValueError: the function cannot be used.
     """
-    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-    kind, _, name = named.partition(SEPARATOR)
-    function, decoder = find_selection(kinds[kind], name, (Path.cwd(),)), msgspec.msgpack.Decoder(Selection)
-    assert function is not None
-
-    def answer(payload: bytes) -> bytes:
-        return msgspec.msgpack.encode(called(function, decoder.decode(payload)))
-
-    return answer
+    (kind,) = (function for kind, function in FUNCTIONS.items() if key_of(kind) == key)
+    function, decoder = load(kind, key, name).function, msgspec.msgpack.Decoder(Selection)
+    return lambda payload: msgspec.msgpack.encode(called(function, decoder.decode(payload)))
 
 
 def called(function: Callable[..., Any], selection: Selection) -> Chosen:

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import msgspec
 
+from runtime.functions.load import find_built_in
+from runtime.functions.table import BUFFER_FILTER, OVER_SAMPLING_FILTER, UserFunction
 from runtime.ledger.fold import Group
-from runtime.settings.plugins import OWN, dotted_hint, is_plugin, load_plugin
 
 Kind = Literal["over_sampling_filter", "buffer_filter"]
 
@@ -101,25 +100,24 @@ BUILT_IN: Mapping[Kind, Mapping[str, Filter]] = MappingProxyType(
         "buffer_filter": MappingProxyType({"fifo": fifo, "newest": newest, "by_reward": by_reward}),
     }
 )
-PARAMETERS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {"over_sampling_filter": ("groups",), "buffer_filter": ("groups", "n")}
+FUNCTIONS: Mapping[Kind, UserFunction] = MappingProxyType(
+    {"over_sampling_filter": OVER_SAMPLING_FILTER, "buffer_filter": BUFFER_FILTER}
 )
 
 
-def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Callable[..., Any] | None:
-    """Find the user's function of this name; None if the name is a built-in.
+def key_of(kind: Kind) -> str:
+    """Return the setting that names a selection."""
+    return f"rollout.{kind}"
 
-    Raises:
-        ValueError: no selection has this name; PluginError if a user's function cannot be used.
-    """
-    if is_plugin(name):
-        return load_plugin(f"rollout.{kind}", name, parameters=PARAMETERS[kind], base_dirs=base_dirs).function
-    known = BUILT_IN[kind]
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = dotted_hint(name) or (f"did you mean {close[0]!r}?" if close else "")
-        raise ValueError(f"no {kind} {name!r}: {hint}{' ' if hint else ''}allowed: {', '.join(known)}, or {OWN}")
-    return None
+
+def built_in_over_sampling(name: str) -> Filter:
+    """Find a built-in selection of a batch. Raises ValueError: there is none."""
+    return find_built_in("over_sampling_filter", name, BUILT_IN["over_sampling_filter"])
+
+
+def built_in_buffer(name: str) -> Filter:
+    """Find a built-in selection from the pool. Raises ValueError: there is none."""
+    return find_built_in("buffer_filter", name, BUILT_IN["buffer_filter"])
 
 
 def chosen_of(selection: Selection, answer: Any) -> Chosen:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from actors.buffer.prompts.prompts import encode
+from actors.buffer.prompts.rendering import Rendered, Rendering
 from actors.buffer.prompts.tokenizing import Messages, Tokenizing
 from actors.buffer.prompts.turns import MASKED, TRAINED, Piece, pieces_of
 from messages import Demonstration, Int32Array, Prompt, UInt8Array
@@ -22,6 +23,7 @@ class DemonstrationReader:
 
     def __init__(self, tokenizing: Tokenizing, rollout: RolloutConfig) -> None:
         self._tokenizing = tokenizing
+        self._rendering = Rendering(tokenizing)
         self._prompt_limit = max_prompt_len(rollout)
         self._rollout = rollout
 
@@ -55,6 +57,10 @@ class DemonstrationReader:
                 return f"the {what} has {length} tokens, over the limit of {limit} tokens ({key})"
         return None
 
+    def take_note(self) -> str | None:
+        """Describe what the chat template left out of the rows since the last call; None: nothing."""
+        return self._rendering.take_note()
+
     def _tokenize(self, conversations: Sequence[tuple[Row, list[Piece]]], data: DataConfig) -> list[Prompt]:
         places = [row.place for row, pieces in conversations for _ in pieces]
         texts = [piece.text for _, pieces in conversations for piece in pieces]
@@ -81,7 +87,7 @@ class DemonstrationReader:
 
     def _pieces(self, row: Row, turns: str | Messages, answer: Any, data: DataConfig) -> list[Piece]:
         if isinstance(turns, str):
-            if not isinstance(answer, str) or not answer:
+            if not isinstance(answer, str) or not (answer.strip() if data.apply_chat_template else answer):
                 raise DataError(
                     f"{row.place}: no response to train on: set data.label_key to a column with the response text, "
                     f"or let {data.input_key} hold chat messages with turns of the {TRAINED}"
@@ -90,11 +96,17 @@ class DemonstrationReader:
                 return [Piece(turns, False), Piece(answer, True)]
             turns = [{"role": "user", "content": turns}, {"role": TRAINED, "content": answer}]
         try:
-            return pieces_of(
-                turns, self._tokenizing, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs
-            )
+            return self._verified_pieces(turns, row.metadata.get("tools"), data)
         except ValueError as error:
             raise DataError(f"{row.place}: {error}") from None
+
+    def _verified_pieces(self, turns: Messages, tools: Any, data: DataConfig) -> list[Piece]:
+        self._rendering.check_roles(turns, tools)
+        options = data.apply_chat_template_kwargs
+        pieces = pieces_of(turns, self._tokenizing, tools=tools, **options)
+        text = "".join(piece.text for piece in pieces)
+        self._rendering.verify(Rendered(turns, text, tools, {**options, "add_generation_prompt": False}), data.name)
+        return pieces
 
 
 def _untrained(turns: Messages) -> list[dict[str, Any]]:

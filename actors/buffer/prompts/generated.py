@@ -4,8 +4,7 @@ It runs in a process of its own, which can be killed.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -15,21 +14,9 @@ from actors.buffer.prompts.source_worker import Drawn
 from messages import Prompt, PromptsLoaded
 from runtime.data.data_files import DataError, Record
 from runtime.data.rows import row_of
-from runtime.settings.plugins import load_plugin
 from runtime.settings.tables.prompts import DataConfig
 
 NUM_PROBED: Final = 8  # prompts generated at the start; they define the run's fingerprint
-
-Make = Callable[[int], dict[str, Any]]
-
-
-def find_source(key: str, value: str, base_dirs: Sequence[Path] = ()) -> Make:
-    """Find the function that a setting names.
-
-    Raises:
-        PluginError: it does not exist, or cannot be called with a number.
-    """
-    return load_plugin(key, value, parameters=["number"], base_dirs=base_dirs).function
 
 
 class Rows(Protocol):

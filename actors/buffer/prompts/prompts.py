@@ -2,16 +2,19 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from actors.buffer.prompts.tokenizing import Tokenizing
+from actors.buffer.prompts.rendering import END_OF_THOUGHT, Rendered, Rendering
+from actors.buffer.prompts.tokenizing import Messages, Tokenizing
 from messages import Int32Array, Prompt, PromptsLoaded
+from runtime.data.chat import ANSWERS, calls_of
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
 from runtime.settings.tables.prompts import DataConfig
+from runtime.util.formatting import show
 
 
 class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,10 @@ class Reader(Protocol):
         """Describe the limit that a prompt exceeds; None if it fits."""
         ...
 
+    def take_note(self) -> str | None:
+        """Describe what the chat template left out of the rows since the last call; None: nothing."""
+        ...
+
 
 class PromptReader:
     """Builds prompts for generation and grading."""
@@ -62,6 +69,7 @@ class PromptReader:
             is_graded: each row needs a grader.
         """
         self._tokenizing = tokenizing
+        self._rendering = Rendering(tokenizing)
         self._limit = limit
         self._is_graded = is_graded
 
@@ -71,7 +79,7 @@ class PromptReader:
         Raises:
             DataError: the chat template or the tokenizer refuses a row, or a row has no grader.
         """
-        texts = [_render(row, data, self._tokenizing) for row in rows]
+        texts = [self._render(row, data) for row in rows]
         unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have ids
         all_ids = encode([row.place for row in rows], unread, self._tokenizing)
         graders = [_rm_type(row, data, is_needed=self._is_graded) for row in rows]
@@ -86,6 +94,27 @@ class PromptReader:
             f"the prompt has {length} tokens, over the limit of {self._limit} tokens "
             "(rollout.max_prompt_len, or rollout.max_context_len - 1)"
         )
+
+    def take_note(self) -> str | None:
+        """Describe what the chat template left out of the rows since the last call; None: nothing."""
+        return self._rendering.take_note()
+
+    def _render(self, row: Row, data: DataConfig) -> str:
+        """Return the text that the response continues."""
+        if not data.apply_chat_template or not row.prompt:
+            return str(row.prompt)
+        turns: Messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        tools, options = row.metadata.get("tools"), data.apply_chat_template_kwargs
+        try:
+            self._rendering.check_roles(turns, tools)
+            if continues := turns[-1]["role"] == ANSWERS:
+                _check_continued(turns, data)
+                options = {**options, "add_generation_prompt": False}
+            text = self._tokenizing.render(turns, tools=tools, **options)
+            self._rendering.verify(Rendered(turns, text, tools, options), data.name)
+            return _behind(text, turns[-1]["content"]) if continues else text
+        except ValueError as error:
+            raise DataError(f"{row.place}: {data.input_key}: {error}") from None
 
 
 def _prompt(row: Row, text: str, ids: Int32Array, rm_type: str | None, data: DataConfig) -> Prompt:
@@ -123,16 +152,29 @@ def fingerprint_with(fingerprint: str, weight: float) -> str:
     return hashlib.sha256(f"{fingerprint} {weight!r}".encode()).hexdigest()[:16]
 
 
-def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
-    if not data.apply_chat_template or not row.prompt:
-        return str(row.prompt)
-    turns: list[dict[str, Any]] = (
-        [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    )
-    try:
-        return tokenizing.render(turns, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs)
-    except ValueError as error:
-        raise DataError(f"{row.place}: {error}") from None
+def _check_continued(turns: Messages, data: DataConfig) -> None:
+    """Check a prompt whose last message is one of the assistant."""
+    where = f"message {len(turns) - 1}, the last one, is of the {ANSWERS}"
+    if not data.continue_final_message:
+        raise ValueError(
+            f"{where}; leave it out, or set continue_final_message = true for {data.name} if the response continues it"
+        )
+    if calls_of(turns[-1]):
+        raise ValueError(f"{where} and has tool calls, which no response can continue")
+
+
+def _behind(text: str, content: str) -> str:
+    """Cut a rendered conversation behind the last message, as transformers' continue_final_message does."""
+    core = content.strip()
+    place = text.rfind(core)
+    if place < 0 and END_OF_THOUGHT in core:  # some templates write another form of the thought before it
+        core = core.rsplit(END_OF_THOUGHT, 1)[1].strip()
+        place = text.rfind(core) if core else -1
+    if place < 0:
+        raise ValueError(f"the chat template changes the last message {show(content)}, so no response can continue it")
+    spaces = content[len(content.rstrip()) :]
+    end = place + len(core)
+    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
 
 def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) -> list[Int32Array]:

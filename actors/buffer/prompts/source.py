@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader
-from actors.buffer.prompts.drawn import DrawnPrompts
+from actors.buffer.prompts.drawn import DrawnPrompts, prompt_of
 from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader, fingerprint_with
 from actors.buffer.prompts.source_process import SourceProcess, source_settings
@@ -187,6 +187,36 @@ def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts | DrawnPrompts:
     sources = [load_data(data, reader) for data in recipe.data]
     weights = [data.weight for data in recipe.data if data.weight is not None]
     return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed, weights=weights)
+
+
+def first_prompts(recipe: Recipe, number: int) -> list[Prompt]:
+    """The prompts that a run of the recipe issues first, at most this number. Blocks, as `load_prompts`.
+
+    Raises:
+        DataError: a file, a row, a function or the tokenizer cannot be used.
+    """
+    settings = source_settings(recipe)
+    if settings is not None and not settings.is_function:
+        data = recipe.data[0]
+        tokenizing = load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+        reader = training_reader(recipe, tokenizing)
+        with SourceProcess(settings) as source:
+            source.start()
+            rows = source.draw(0, number).rows
+        return [prompt_of(place, row, data, reader) for place, row in enumerate(rows)]
+    prompts = load_prompts(recipe)
+    try:
+        known = len(prompts) if isinstance(prompts, PromptSet) else number  # the numbers go on in the next epoch
+        return [prompts.prompt(place) for place in range(min(number, known))]
+    finally:
+        prompts.close()
+
+
+def first_of_evaluation(topology: Topology, number: int) -> list[Prompt]:
+    """The first prompts of the first evaluation set. Blocks, and raises as `first_prompts`."""
+    tokenizing = load_tokenizing(topology.model.hf_checkpoint, trust_remote_code=topology.model.trust_remote_code)
+    data = eval_data(topology, topology.eval[0])
+    return list(load_data(data, eval_reader(topology, tokenizing)).prompts[:number])
 
 
 def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:

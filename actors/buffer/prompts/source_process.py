@@ -4,21 +4,22 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
-from actors.buffer.prompts.source_worker import Draw, Drawn, Hello, Ready, SavedState, framed
+from actors.buffer.prompts.source_worker import Draw, Drawn, Hello, Ready, SavedState, kind_of
 from runtime.data.data_files import DataError
+from runtime.functions.child import command, framed
+from runtime.functions.limits import LENGTH_BYTES, UserLimits, environment, forward, how_ended
+from runtime.functions.table import SOURCE
 from runtime.ledger.state import GroupOutcome
-from runtime.process.user_limits import LENGTH_BYTES, environment, forward, how_ended
+from runtime.settings.derived import limits_of
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology
@@ -28,6 +29,8 @@ START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 KILL_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 3  # processes that may die in one draw
 MAX_ANSWER_BYTES: Final = 1 << 30
+LOADING: Final = "loading it"
+HEAD_BYTES: Final = 1 + LENGTH_BYTES  # of an answer: whether the function answered, and the length
 REST_S: Final = 1.0  # between two pieces of an answer that has begun, past the time limit
 
 log = structlog.get_logger()
@@ -41,28 +44,30 @@ class _DiedError(Exception):
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The class or the function, and its limits."""
 
-    hello: Hello
+    key: str  # setting that names it
+    value: str  # "module:Class" or "path/file.py:Class", or of a function
+    hello: Hello = Hello()
+    limits: UserLimits = UserLimits()
     timeout_s: float  # of one issue: all outcomes and draws together
-    env: tuple[str, ...] = ()  # further environment variables that are passed on
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of a number, and not a class."""
+        return kind_of(self.key) is SOURCE
 
 
-def source_settings(recipe: Recipe, base_dirs: Sequence[Path] = ()) -> SourceSettings | None:
+def source_settings(recipe: Recipe) -> SourceSettings | None:
     """The settings of the recipe's data source that is a class or a function; None: it has none."""
     for index, item in enumerate(recipe.data):
         value = item.source_class or item.source
         if value is not None:
-            reward = recipe.reward if isinstance(recipe, Topology) else RewardConfig()
-            hello = Hello(
+            return SourceSettings(
                 key=f"data.{index}.{'source' if item.source_class is None else 'source_class'}",
                 value=value,
-                is_function=item.source_class is None,
-                base_dirs=tuple(map(str, base_dirs)),
-                files=item.files,
-                max_row_bytes=item.max_row_bytes,
-                memory_bytes=reward.memory_bytes,
-                max_files=reward.max_files,
+                hello=Hello(files=item.files, max_row_bytes=item.max_row_bytes),
+                limits=limits_of(recipe.reward if isinstance(recipe, Topology) else RewardConfig()),
+                timeout_s=item.timeout_s,
             )
-            return SourceSettings(hello=hello, timeout_s=item.timeout_s, env=reward.env)
     return None
 
 
@@ -97,21 +102,22 @@ class SourceProcess:
             self._start()
         except _DiedError as error:
             self.kill()
-            raise DataError(f"{self._settings.hello.value}: loading it: {error}") from None
+            raise DataError(f"{self._settings.value}: loading it: {error}") from None
 
     def _start(self) -> None:
         if self._process is not None:
             return
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-P", "-m", "actors.buffer.prompts.source_worker"]
+        pipe, given = subprocess.PIPE, self._settings
+        words = command(kind_of(given.key), given.key, given.value, given.limits)
         self._process = process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(self._settings.env), start_new_session=True
+            words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(given.limits.env), start_new_session=True
         )
         for stream in (process.stdin, process.stdout, process.stderr):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
         self._has_drawn = False
-        ready = self._ask(self._settings.hello, Ready, START_TIMEOUT_S, "loading it")
+        problem = self._asked(b"", START_TIMEOUT_S, LOADING).decode()
+        ready = Ready(error=problem) if problem else self._ask(given.hello, Ready, START_TIMEOUT_S, LOADING)
         if ready.error:
             self.kill()
             raise DataError(ready.error)
@@ -131,7 +137,7 @@ class SourceProcess:
         Raises:
             DataError: the class raised, hangs or returned what cannot be used, or its process died again and again.
         """
-        name = self._settings.hello.value
+        name = self._settings.value
         for tries in range(1, self._max_tries + 1):
             try:
                 self._start()
@@ -158,7 +164,7 @@ class SourceProcess:
             raise AssertionError("the loop breaks or raises")
         if drawn.error or drawn.state is None or len(drawn.rows) != count:
             self.kill()
-            where = name if self._settings.hello.is_function and drawn.error else f"{name}: "
+            where = name if self._settings.is_function and drawn.error else f"{name}: "
             raise DataError(f"{where}{drawn.error or 'its process gave an answer that cannot be used'}", drawn.trace)
         self._at, self._has_drawn = drawn.state, True
         return drawn
@@ -189,19 +195,30 @@ class SourceProcess:
             DataError: no answer in time, or one that cannot be decoded; the process is killed.
             _DiedError: the process ended.
         """
-        process, name = self._process, self._settings.hello.value
-        assert process is not None
+        content = self._asked(framed(msgspec.msgpack.encode(request)), timeout_s, what)
         try:
-            content = _exchange(process, framed(request), time.monotonic() + timeout_s)
             return msgspec.msgpack.decode(content, type=answer)
+        except msgspec.MsgspecError as error:
+            raise self._wrote(what, error) from None
+
+    def _asked(self, frame: bytes, timeout_s: float, what: str) -> bytes:
+        """Send a frame, if it is not empty, and return the content of the answer. Raises as `_ask` does."""
+        assert self._process is not None
+        try:
+            return _exchange(self._process, frame, time.monotonic() + timeout_s)
         except TimeoutError:
             self.kill()
-            key = self._settings.hello.key.rpartition(".")[0]
-            limit = "" if answer is Ready else f" ({key}.timeout_s)"
-            raise DataError(f"{name}: {what} took longer than {timeout_s:g} s{limit}") from None
-        except (msgspec.MsgspecError, ValueError) as error:
-            self.kill()
-            raise DataError(f"{name}: {what}: it wrote to the pipe of its process: {error}") from None
+            key = self._settings.key.rpartition(".")[0]
+            limit = "" if what == LOADING else f" ({key}.timeout_s)"
+            message = f"{self._settings.value}: {what} took longer than {timeout_s:g} s{limit}"
+            raise DataError(message) from None
+        except ValueError as error:
+            raise self._wrote(what, error) from None
+
+    def _wrote(self, what: str, error: Exception) -> DataError:
+        """Kill the process, and return the error of an answer that is none."""
+        self.kill()
+        return DataError(f"{self._settings.value}: {what}: it wrote to the pipe of its process: {error}")
 
 
 def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> bytes:
@@ -211,7 +228,8 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -
     assert process.stderr is not None
     to_write, received, printed = memoryview(frame), bytearray(), 0
     with selectors.DefaultSelector() as ready:
-        ready.register(process.stdin, selectors.EVENT_WRITE)
+        if frame:
+            ready.register(process.stdin, selectors.EVENT_WRITE)
         ready.register(process.stdout, selectors.EVENT_READ)
         ready.register(process.stderr, selectors.EVENT_READ)
         while not _is_complete(received):
@@ -234,14 +252,16 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -
                     received += data
                 else:
                     raise _DiedError(_ending(process))
-    return bytes(received[LENGTH_BYTES:])
+    if not received[0]:
+        raise ValueError(received[HEAD_BYTES:].decode(errors="replace"))
+    return bytes(received[HEAD_BYTES:])
 
 
 def _is_complete(received: bytearray) -> bool:
-    if len(received) < LENGTH_BYTES:
+    if len(received) < HEAD_BYTES:
         return False
-    end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big")
-    if end > MAX_ANSWER_BYTES or len(received) > end:
+    end = HEAD_BYTES + int.from_bytes(received[1:HEAD_BYTES], "big")
+    if received[0] > 1 or end > MAX_ANSWER_BYTES or len(received) > end:
         raise ValueError(f"an answer of {end} bytes")
     return len(received) == end
 
@@ -303,7 +323,7 @@ def drawn_twice(
     for number, (one, other) in enumerate(zip(*runs, strict=True)):
         if one != other:
             raise DataError(
-                f"{settings.hello.value}: row {number} differs between two runs ({_shown(one)} and {_shown(other)}). "
+                f"{settings.value}: row {number} differs between two runs ({_shown(one)} and {_shown(other)}). "
                 f"The second one was killed at row {count // 2} and went on from its state: rows must follow from "
                 "state and outcomes alone"
             )

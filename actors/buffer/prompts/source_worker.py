@@ -1,30 +1,20 @@
-"""Process of a user's data source, a class with a state or a function: gives outcomes, draws rows, saves the state.
-
-Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and stdout. It ends with its parent.
-"""
+"""Process of a user's data source, a class with a state or a function: gives outcomes, draws rows, saves the state."""
 
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from runtime.data.data_files import DataError, read_records
+from runtime.functions.load import load
+from runtime.functions.table import SOURCE, SOURCE_CLASS, UserFunction
 from runtime.ledger.state import GroupOutcome
-from runtime.process.user_limits import LENGTH_BYTES, end_group, end_with_parent, limit, read_call, take_pipes
-from runtime.settings.plugins import load_class, load_plugin
-from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
-from runtime.util.import_path import user_folder_last
 from runtime.util.tracebacks import user_traceback
 
 MAX_STATE_BYTES: Final = 1 << 20
-METHODS: Final = ("draw", "state", "restore")  # of the user's class
-OPTIONAL: Final = ("told",)
 JSON: Final = (
     "a value that JSON brings back as it is: objects with text keys, lists (no tuples), texts, finite numbers, true, "
     "false, null"
@@ -41,20 +31,14 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame to the process: the class, its files and its limits."""
+    """First call of the process: the files of its class."""
 
-    key: str  # setting that names the class, for messages
-    value: str  # "module:Class" or "path/file.py:Class"
-    is_function: bool = False  # it names a function, which returns the row of a number
-    base_dirs: tuple[str, ...] = ()
     files: dict[str, str] = {}  # data files by the name of their table
     max_row_bytes: int = 16 << 20
-    memory_bytes: int = 8 << 30
-    max_files: int = 1024
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame from the process: ready, or the error that prevents it."""
+    """Answer to Hello: ready, or the error that prevents it."""
 
     error: str = ""
     gets_outcomes: bool = False  # whether the class has a method `told`
@@ -87,12 +71,6 @@ class UserError(Exception):
         self.trace = trace
 
 
-def framed(struct: msgspec.Struct) -> bytes:
-    """Encode a struct as a length-prefixed frame."""
-    content = msgspec.msgpack.encode(struct)
-    return len(content).to_bytes(LENGTH_BYTES, "big") + content
-
-
 class _Function:
     """A function as a source without a state."""
 
@@ -106,20 +84,19 @@ class _Function:
 class Source:
     """An object of the user's class, or a user's function."""
 
-    def __init__(self, hello: Hello) -> None:
-        """Load the class and its files. Raises PluginError, or DataError for a file."""
-        self._hello = hello
-        self._arguments: list[Any] = []
+    def __init__(self, loaded: Callable[..., Any], name: str, hello: Hello) -> None:
+        """Read the files of a class.
+
+        Raises:
+            DataError: a file cannot be read.
+            UserError: its constructor does not take the rows.
+        """
+        self._name, self._hello = name, hello
+        self._is_function = not inspect.isclass(loaded)
         self._object: Any = None
-        self.gets_outcomes = False
-        bases = [Path(base) for base in hello.base_dirs]
-        if hello.is_function:
-            function = load_plugin(hello.key, hello.value, parameters=["number"], base_dirs=bases).function
-            self._class: Callable[..., Any] = partial(_Function, function)
-            return
-        self._class = load_class(hello.key, hello.value, methods=METHODS, optional=OPTIONAL, base_dirs=bases)
-        self.gets_outcomes = hasattr(self._class, "told")
-        self._arguments = self._rows_by_file()
+        self._class = partial(_Function, loaded) if self._is_function else loaded
+        self.gets_outcomes = hasattr(loaded, "told")
+        self._arguments: list[Any] = [] if self._is_function else self._rows_by_file()
 
     def _rows_by_file(self) -> list[Any]:
         """Return the argument of the constructor, if it takes one."""
@@ -128,7 +105,7 @@ class Source:
             return []
         if not _takes(self._class, 1):
             wanted = "one argument, the rows by file" if files else "no argument, or one: the rows by file"
-            raise UserError(f"{self._hello.value}: its constructor must take {wanted}")
+            raise UserError(f"{self._name}: its constructor must take {wanted}")
         return [{name: [record.columns for record in read_records(path)] for name, path in files.items()}]
 
     def answer(self, request: Draw) -> Drawn:
@@ -152,9 +129,9 @@ class Source:
             _call("restore()", lambda: self._object.restore(value))
 
     def _row(self, number: int) -> bytes:
-        name = f"({number})" if self._hello.is_function else f"draw({number})"
+        name = f"({number})" if self._is_function else f"draw({number})"
         row: Any = _call(name, lambda: self._object.draw(number))
-        if self._hello.is_function:
+        if self._is_function:
             return _columns(name, row)
         if not isinstance(row, dict):
             raise UserError(f"draw({number}): expected a dict, the columns of a row, and got {type(row).__name__}")
@@ -229,32 +206,26 @@ def _json(name: str, value: Any, otherwise: str = "") -> bytes:
     return content
 
 
-def main() -> int:
-    """Answer requests until the input ends, then kill this process group. Return an exit code before that."""
-    fd_in, fd_out = take_pipes()
-    calls, answers = os.fdopen(fd_in, "rb"), os.fdopen(fd_out, "wb")
-    end_with_parent(fd_in)
-    user_folder_last()
-    frame = read_call(calls)
-    if frame is None:
-        return EXIT_NO_HELLO
-    hello = msgspec.msgpack.decode(frame, type=Hello)
-    limit(hello.memory_bytes, hello.max_files)
-    try:
-        source = Source(hello)
-    except (ValueError, DataError, UserError, MemoryError) as error:
-        _write(answers, Ready(error=str(error) or type(error).__name__))
-        return EXIT_OK
-    _write(answers, Ready(gets_outcomes=source.gets_outcomes))
-    while (frame := read_call(calls)) is not None:
-        _write(answers, source.answer(msgspec.msgpack.decode(frame, type=Draw)))
-    end_group()
+def kind_of(key: str) -> UserFunction:
+    """Return the kind of function that a setting of a data source names."""
+    return SOURCE_CLASS if key.endswith(".source_class") else SOURCE
 
 
-def _write(answers: BinaryIO, struct: msgspec.Struct) -> None:
-    answers.write(framed(struct))
-    answers.flush()
+def answering(key: str, name: str) -> Callable[[bytes], bytes]:
+    """Return what answers in the process: Ready to a Hello, which is first, and Drawn to a Draw.
 
+    Raises:
+        ValueError: the class or the function cannot be used.
+    """
+    loaded, source = load(kind_of(key), key, name).function, list[Source]()
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def answer(payload: bytes) -> bytes:
+        if source:
+            return msgspec.msgpack.encode(source[0].answer(msgspec.msgpack.decode(payload, type=Draw)))
+        try:
+            source.append(Source(loaded, name, msgspec.msgpack.decode(payload, type=Hello)))
+        except (ValueError, DataError, UserError, MemoryError) as error:
+            return msgspec.msgpack.encode(Ready(error=str(error) or type(error).__name__))
+        return msgspec.msgpack.encode(Ready(gets_outcomes=source[0].gets_outcomes))
+
+    return answer

@@ -1,16 +1,20 @@
 """Splits a rendered conversation into the turns that train and the text between them."""
 
+import functools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from actors.buffer.prompts.tokenizing import CLOSE, OPEN, Messages, Tokenizing
+from runtime.data.chat import ANSWERS
 from runtime.util.formatting import show
 
-TRAINED: Final = "assistant"  # role whose turns are trained
+TRAINED: Final = ANSWERS  # role whose turns are trained
 MASKED: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's
 FIRST_MARK: Final = 0xE010  # characters for private use; one pair marks each turn
 LAST_MARK: Final = 0xF8FF
+EMPTY_THOUGHT: Final = re.compile(r"\s*<think>\s*</think>\s*")  # a template writes it into an answer without one
 THOUGHT: Final = re.compile(r"(</?think>\s*)(?=\S)")  # templates cut a turn there
 
 
@@ -58,7 +62,7 @@ def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[P
     closed = {**options, "add_generation_prompt": False}
     marked = tokenizing.render_marked(turns, **closed)
     if marked is not None:
-        return _generated(marked, turns, chosen)
+        return _generated(marked, turns, chosen, _given_thought(marked, tokenizing, options))
     whole = tokenizing.render(turns, **closed)
     spans: list[_Span] = []
     for index in chosen:
@@ -82,8 +86,28 @@ def _cut(whole: str, spans: Sequence[_Span]) -> Iterator[Piece]:
         yield Piece(whole[at:], False)
 
 
-def _generated(marked: str, turns: Messages, chosen: Sequence[int]) -> list[Piece]:
-    """Split at the marks of {% generation %}: the n-th block is the n-th turn of the assistant."""
+def _given_thought(marked: str, tokenizing: Tokenizing, options: Mapping[str, Any]) -> str:
+    """Return the empty thought that the generation prompt gives, if one of the marked outputs begins with one."""
+    if not any(EMPTY_THOUGHT.match(output) for output in marked.split(OPEN)[1:]):
+        return ""
+    arguments = {name: value for name, value in options.items() if name != "tools"}
+    return _end_of_generation_prompt(tokenizing, json.dumps(arguments, default=str))
+
+
+@functools.lru_cache(maxsize=16)
+def _end_of_generation_prompt(tokenizing: Tokenizing, arguments: str) -> str:
+    """Return the empty thought at the end of the generation prompt; "": there is none. Depends on no message."""
+    options = {**json.loads(arguments), "add_generation_prompt": True}
+    opened = tokenizing.render([{"role": "user", "content": "?"}], **options)
+    given = opened[opened.rfind("<think>") :]
+    return given if EMPTY_THOUGHT.fullmatch(given) else ""
+
+
+def _generated(marked: str, turns: Messages, chosen: Sequence[int], given: str) -> list[Piece]:
+    """Split at the marks of {% generation %}: the n-th block is the n-th turn of the assistant.
+
+    What the generation prompt gives does not train, though TRL's templates mark it.
+    """
     outputs = [index for index, turn in enumerate(turns) if turn.get("role") == TRAINED]
     parts = re.split(f"[{OPEN}{CLOSE}]", marked)
     if len(parts) != 2 * len(outputs) + 1:
@@ -91,10 +115,13 @@ def _generated(marked: str, turns: Messages, chosen: Sequence[int]) -> list[Piec
             f"the chat template marks {len(parts) // 2} outputs with {{% generation %}}, but {len(outputs)} messages "
             f"are of the {TRAINED}"
         )
-    trains = [False] * len(parts)
-    for number, index in enumerate(outputs):
-        trains[2 * number + 1] = index in chosen
-    return [Piece(text, train) for text, train in zip(parts, trains, strict=True) if text]
+    pieces: list[Piece] = []
+    for number, text in enumerate(parts):
+        trains = number % 2 == 1 and outputs[number // 2] in chosen
+        lead = len(text) - len(text.lstrip())
+        cut = lead + len(given) if trains and given and text.startswith(given, lead) else 0
+        pieces += [Piece(text[:cut], False), Piece(text[cut:], trains)]
+    return [piece for piece in pieces if piece.text]
 
 
 def _span(

@@ -1,10 +1,10 @@
-"""Follows the log and dumps the samples of every train step to files (run.dump_details).
+"""Follows the log and dumps the samples of train steps to files: all of them (run.dump_details), or the newest ones
+(observe.samples).
 
 The two files of a step are written when its batch is made: the batch's groups, and the groups closed since the
 previous batch. The content follows from the log alone, so a restart writes exactly the missing files.
 """
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -18,30 +18,42 @@ from actors.buffer.storage.records import GroupRecord, Records, StepDump, payloa
 from messages import ColumnPublished, Plane, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
-from runtime.data.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
+from runtime.data.dump_files import (
+    NEWEST,
+    RUN_FILE,
+    TOKENIZER,
+    TOPOLOGY_FILE,
+    DumpedRun,
+    keep_newest,
+    known_steps,
+    told_by_of,
+    write_pair,
+)
 from runtime.data.dumps import DumpedGroup, group_of
 from runtime.data.stored_prompts import fetch_prompt
 from runtime.ledger.fold import LEDGER_EVENTS
+from runtime.models.directory import CONFIG, TOKENIZER_FILES, ModelError, copy_files
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology, encode_topology
-from runtime.util.files import atomic_file, write_atomically
+from runtime.util.files import write_atomically
 from runtime.util.secrets import make_private
 
 log = structlog.get_logger()
 
 NOWHERE: Final = 2**63  # a sequence that no stream reaches
 FETCHED_AT_ONCE: Final = 8  # groups fetched concurrently
-TOKENIZER_FILES: Final = ("config.json", "vocab.*", "merges.txt", "*token*.json", "tokenizer.*", "chat_template*")
 
 
 class Recorder:
-    """Writes the run's dumps, if enabled. A crash loses nothing: the restart writes the missing files."""
+    """Writes the run's dumps, if enabled. A crash loses nothing: the restart writes the missing files.
 
-    def __init__(self, topology: Topology, bus: Bus) -> None:
-        details = topology.run.dump_details
+    Those of `observe.samples` are for people who look on: what cannot be written there does not end the run.
+    """
+
+    def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
         self._topology = topology
         self._bus = bus
-        self._directory = None if details is None else Path(details)
+        self._key, self._directory, self._kept_steps = _place_of(topology, run_dir)
         self._records = Records()
         self._done = 0  # log sequence up to which everything is written
         self._advanced = anyio.Condition()
@@ -50,7 +62,7 @@ class Recorder:
         """Claim the directory for this run.
 
         Raises:
-            InputError: it cannot be written, or holds the dumps of another run.
+            InputError: it cannot be written, or holds the dumps of another run; or the tokenizer cannot be copied.
         """
         if self._directory is None:
             return
@@ -58,7 +70,9 @@ class Recorder:
         try:
             await to_thread.run_sync(_prepare, self._directory, run, self._topology)
         except OSError as error:
-            raise InputError(f"run.dump_details: {self._directory} cannot be written: {error}") from error
+            raise InputError(f"{self._key}: {self._directory} cannot be written: {error}") from error
+        except ModelError as error:
+            raise InputError(f"model.hf_checkpoint: {error}") from error
 
     async def run(self) -> None:
         """Write the dump files of each step until cancelled.
@@ -98,12 +112,29 @@ class Recorder:
         return NOWHERE if self._directory is None else self._records.needed_seq()
 
     async def _write(self, directory: Path, pair: StepDump, told_by: tuple[int, int]) -> None:
-        if await to_thread.run_sync(told_by_of, directory, pair.step) == told_by:
-            return  # an earlier start wrote it
-        groups = await self._fetch(pair.records)
-        if groups:
-            await to_thread.run_sync(write_pair, directory, pair.step, groups, told_by)
-            log.debug("samples_dumped", step=pair.step, num_groups=len(groups))
+        try:
+            if await to_thread.run_sync(self._is_written, directory, pair.step, told_by):
+                return
+            groups = await self._fetch(pair.records)
+            if groups:
+                await to_thread.run_sync(self._write_groups, directory, pair.step, groups, told_by)
+                log.debug("samples_dumped", step=pair.step, num_groups=len(groups))
+        except OSError as error:
+            if self._kept_steps is None:
+                raise
+            log.warning("samples_not_kept", step=pair.step, reason=str(error))
+
+    def _is_written(self, directory: Path, step: int, told_by: tuple[int, int]) -> bool:
+        """Whether an earlier start wrote a pair, or removed it as too old."""
+        newest = [] if self._kept_steps is None else known_steps(directory)[-self._kept_steps :]
+        return (len(newest) == self._kept_steps and step < newest[0]) or told_by_of(directory, step) == told_by
+
+    def _write_groups(
+        self, directory: Path, step: int, groups: Sequence[DumpedGroup], told_by: tuple[int, int]
+    ) -> None:
+        write_pair(directory, step, groups, told_by)
+        if self._kept_steps is not None:
+            keep_newest(directory, self._kept_steps)
 
     async def _fetch(self, records: Sequence[GroupRecord]) -> list[DumpedGroup]:
         found: dict[int, DumpedGroup] = {}
@@ -133,6 +164,14 @@ class Recorder:
         except (PayloadLost, PayloadUnreadable, ValueError) as error:
             log.warning("group_not_dumped", group_id=completed.group_id, reason=str(error))
             return None
+
+
+def _place_of(topology: Topology, run_dir: Path) -> tuple[str, Path | None, int | None]:
+    """Return the setting that turns dumps on, their directory, and how many of the newest steps are kept; None: all."""
+    run, observe = topology.run, topology.observe
+    if run.dump_details is None and observe.samples:
+        return "observe.samples", run_dir / NEWEST, observe.sample_steps
+    return "run.dump_details", None if run.dump_details is None else Path(run.dump_details), None
 
 
 def _prepare(directory: Path, run: DumpedRun, topology: Topology) -> None:
@@ -168,12 +207,4 @@ def _copy_tokenizer(model: Path, directory: Path) -> None:
         log.warning("tokenizer_not_dumped", reason=f"{model} is not a directory")
         return
     make_private(directory)
-    for pattern in TOKENIZER_FILES:
-        for path in model.glob(pattern):
-            if path.is_file():
-                _copy(path, directory / path.name)
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as content, atomic_file(target) as file:
-        shutil.copyfileobj(content, file)
+    copy_files(model, directory, (CONFIG, *TOKENIZER_FILES))

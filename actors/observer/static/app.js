@@ -1,14 +1,16 @@
 // The page of a run. Everything that comes from the run is set as text, never as markup.
 "use strict";
 
+const EVALUATIONS = /^eval\/(?!step$)(?!.*-(truncated|newer_weights|ungraded)_ratio$)[^/]+$/;
 const CURVES = [
   ["Reward", ["rollout/raw_reward", "rollout/rewards"]],
-  ["Evaluation", /^eval\/(?!step$)(?!.*-(truncated|newer_weights|ungraded)_ratio$)[^/]+$/],
+  ["Evaluation", EVALUATIONS],
   ["Loss", ["train/loss", "train/pg_loss", "train/sft_loss", "train/preference_loss"]],
   ["KL", ["train/kl_loss", "train/ppo_kl", "rollout/kl"]],
   ["Entropy", ["train/entropy_loss"]],
   ["Response length, tokens", ["rollout/response_len/mean", "rollout/response_len/max"]],
   ["Truncated", ["rollout/truncated_ratio"]],
+  ["Failed, share", ["rollout/failed_group_ratio", "rollout/failed_sample_ratio"]],
   ["Staleness", ["rollout/staleness_mean", "rollout/staleness_max"]],
   ["Gradient norm", ["train/grad_norm", "train/critic-grad_norm"]],
   ["Tokens per second", ["perf/tokens_per_sec"]],
@@ -19,11 +21,13 @@ const COLOURS = ["#1a73e8", "#e8710a", "#188038", "#a142f4", "#d93025", "#129eaf
   "#c5221f", "#5f6368", "#34a853", "#fa7b17", "#4285f4", "#9334e6", "#e52592"];
 const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "ready", "in_flight"];
 const LIVE = ["in_flight", "pooled", "ready"];
+const KEPT_STEPS = 2000; // of more, every second one is left out, as the process of the page does
 const AGAIN_MS = 5000; // before a refused connection is tried again
 const MAX_FOUND = 24; // charts of a search
 const TABS = ["curves", "now", "time", "timeline", "advice", "samples", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
+const known = new Set(); // names of metrics
 const others = new Map(); // metrics by step of a run to compare with
 const times = new Map(); // seconds by part, by the begin of a step: its end has the number of the last one
 const charts = new Map(); // by the id of their element
@@ -86,10 +90,12 @@ function draw(place, names, data, options = {}) {
   const key = JSON.stringify([names, text]);
   if (known && known.key === key) {
     if (known.chart.width !== width) known.chart.setSize({ width, height: known.chart.height });
+    known.value = options.value;
     known.chart.setData(data);
     return;
   }
   if (known) known.chart.destroy();
+  const made = { key, value: options.value };
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const series = names.map((name, index) => {
     const colour = COLOURS[index % COLOURS.length];
@@ -98,13 +104,20 @@ function draw(place, names, data, options = {}) {
       return { label: name, stroke: first, width: 1.5, spanGaps: true, dash: [4, 4], points: { show: false } };
     }
     const fill = options.stacked ? { fill: colour, points: { show: false } } : {};
-    return { label: name, stroke: colour, width: 1.5, spanGaps: true, ...fill, value: options.value };
+    const value = options.value && ((...of) => made.value(...of)); // that of the newest data
+    return { label: name, stroke: colour, width: 1.5, spanGaps: true, ...fill, value };
   });
-  const chart = new uPlot({
+  const newest = (chart) => { // in the legend, unless the pointer chooses a step
+    if (chart.cursor.idx !== null && chart.cursor.idx !== undefined) return;
+    const idxs = chart.data.map((column) => column.findLastIndex((value) => value !== null && value !== undefined));
+    chart.setLegend({ idxs: idxs.map((index) => (index < 0 ? null : index)) }, false);
+  };
+  made.chart = new uPlot({
+    hooks: { draw: [newest], setCursor: [newest] },
     width, height: options.height || 200, scales: { x: { time: Boolean(options.time) }, y: { range: yRange } },
     axes: [options.time ? { ...axis, space: 90, values: (chart, splits) => splits.map(clock) } : axis, { ...axis, size: 64, values: (chart, splits) => splits.map(tick) }], series: [{ label: options.time ? "time" : "step" }, ...series],
   }, data, place);
-  charts.set(place, { chart, key });
+  charts.set(place, made);
 }
 
 function stacked(columns) { // each column plus those after it, so that the first one is drawn first and highest
@@ -126,10 +139,29 @@ function chartBox(parent, id, title) {
   return box.lastChild;
 }
 
+function smoothed(values) { // exponential mean, without a bias to the first value
+  const weight = Number(at("smooth").value);
+  if (!weight) return values;
+  let [sum, whole] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    [sum, whole] = [weight * sum + (1 - weight) * value, weight * whole + (1 - weight)];
+    return sum / whole;
+  });
+}
+
+function distinct(names, columns) { // columns by their names; equal ones are one curve, which would hide the other
+  const found = [];
+  names.forEach((name, index) => {
+    const equal = found.find((curve) => curve.column.every((value, row) => value === columns[index][row]));
+    if (equal) equal.names.push(name);
+    else found.push({ names: [name], column: columns[index] });
+  });
+  return new Map(found.map((curve) => [curve.names.join(" = "), curve.column]));
+}
+
 function drawCurves() {
   const steps = [...new Set([...rows.keys(), ...others.keys()])].sort((a, b) => a - b);
-  const known = new Set();
-  for (const row of rows.values()) for (const name of Object.keys(row)) known.add(name);
   const wanted = CURVES.map(([title, which]) => [
     title, which instanceof RegExp ? [...known].filter((name) => which.test(name)).sort() : which.filter((name) => known.has(name)),
   ]);
@@ -145,9 +177,14 @@ function drawCurves() {
     const id = `chart ${title}`;
     ids.add(id);
     const place = chartBox(parent, id, title);
-    const of = (table) => names.map((name) => steps.map((step) => number((table.get(step) || {})[name])));
-    const more = others.size ? names.map((name) => `${name} of ${state.other.run}`) : [];
-    draw(place, [...names, ...more], [steps, ...of(rows), ...(others.size ? of(others) : [])], { dashed: names.length });
+    const of = (table) => names.map((name) => smoothed(steps.map((step) => number((table.get(step) || {})[name]))));
+    if (others.size) {
+      const more = names.map((name) => `${name} of ${state.other.run}`);
+      draw(place, [...names, ...more], [steps, ...of(rows), ...of(others)], { dashed: names.length });
+    } else {
+      const curves = distinct(names, of(rows));
+      draw(place, [...curves.keys()], [steps, ...curves.values()]);
+    }
   }
   for (const box of [...parent.children]) {
     if (ids.has(box.id)) continue;
@@ -195,7 +232,7 @@ function drawTime() {
     cell.append(fill);
     let [most, name] = [0, ""];
     for (const of of times.values()) {
-      if ((of.parts[part] || 0) > most) [most, name] = [of.parts[part], `step ${of.step}: ${short(of.parts[part])} s${of.worst[part] ? `, ${of.worst[part]}` : ""}`];
+      if ((of.parts[part] || 0) > most) [most, name] = [of.parts[part], `${of.what === "step" ? `step ${of.step}` : of.what}: ${short(of.parts[part])} s${of.worst[part] ? `, ${of.worst[part]}` : ""}`];
     }
     const theirs = state.other ? [short(state.other.times.totals[part] || 0)] : [];
     return [part, short(seconds), `${short((100 * seconds) / whole, 1)} %`, ...theirs, cell, name, found.parts[part]];
@@ -203,7 +240,7 @@ function drawTime() {
   const heads = [["part", "keep"], ["seconds", "number"], ["share", "number"]];
   if (state.other) heads.push([`seconds of ${state.other.run}`, "number"]);
   fillTable(at("parts"), [...heads, ["", "bar"], ["most in"], ["the time in which", "more"]], lines);
-  const steps = [...times.values()].filter((step) => !step.parts.start && !step.parts.end).sort((a, b) => a.begin - b.begin);
+  const steps = [...times.values()].filter((step) => step.what === "step" || step.what === "replay").sort((a, b) => a.begin - b.begin);
   const names = Object.keys(found.parts).filter((part) => steps.some((step) => step.parts[part] > 0));
   if (!steps.length) return;
   const columns = names.map((part) => steps.map((step) => step.parts[part] || 0));
@@ -272,7 +309,12 @@ function show() {
     at(`tab-${name}`).tabIndex = name === tab ? 0 : -1;
   }
   at("tab-advice").textContent = state && state.advice.length ? `Advice (${state.advice.length})` : "Advice";
-  if (state) DRAW[tab]();
+  if (!state) return;
+  drawHealth(state, [...rows.keys()].sort((a, b) => b - a), rows, known);
+  const hides = isPast() && ["now", "ledger"].includes(tab);
+  at("past").textContent = hides ? `What is shown here are states: they follow once the whole log is read (${readingLine()}).` : "";
+  at(`view-${tab}`).hidden = hides;
+  if (!hides) DRAW[tab]();
 }
 
 function choose(tab, focus) {
@@ -291,30 +333,46 @@ document.addEventListener("keydown", (event) => {
   const tab = TABS[Number(event.key) - 1];
   if (tab && !isTyping(event)) choose(tab, true);
 });
-at("search").addEventListener("input", () => state && drawCurves());
-window.addEventListener("hashchange", show);
+for (const id of ["search", "smooth"]) at(id).addEventListener("input", () => state && drawCurves());
+window.addEventListener("hashchange", hashChanged);
 window.addEventListener("resize", show);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 
 // updates
+
+// Until the whole log is read, the states of groups and processes are those of the past.
+const isPast = () => state.share_read !== null;
+const readingLine = () => `reading the log, ${Math.floor(100 * state.share_read)} %`;
 
 function status(text, lost) {
   at("status").textContent = text;
   at("status").className = lost ? "lost" : "";
 }
 
+function thin(table) { // a table by step, of a page that is open for a long time
+  if (table.size <= KEPT_STEPS) return;
+  const keys = [...table.keys()].sort((a, b) => a - b);
+  for (let index = 0; index < keys.length - 1; index += 2) table.delete(keys[index]);
+}
+
 function take(text) {
   state = JSON.parse(text);
+  isLost = false;
   settings = state.settings || settings;
   versions = state.versions || versions;
   const now = state.now;
   if (state.whole) {
     rows.clear();
+    known.clear();
     times.clear();
   }
-  for (const row of state.rows) rows.set(row.step, row);
+  for (const row of state.rows) {
+    rows.set(row.step, row);
+    for (const name of Object.keys(row)) known.add(name);
+  }
   for (const row of state.other ? state.other.rows : []) others.set(row.step, row);
   for (const step of state.times.steps) times.set(step.begin, step);
+  for (const table of [rows, times]) thin(table);
   at("title").textContent = now.run || "Physarum";
   document.title = `${now.run} · Physarum`;
   const steps = now.num_steps ? `step ${now.step} of ${now.num_steps}` : `${now.step} steps`;
@@ -325,22 +383,63 @@ function take(text) {
     show();
     return;
   }
-  status(`${state.live ? "running" : now.ended || "not running"}, ${steps}, weights v${now.weights.held}, ${now.num_events} events${late}${missing}`, Boolean(missing));
+  if (isPast()) {
+    status(`${readingLine()}, up to step ${now.step}`, false);
+    show();
+    return;
+  }
+  status(`${now.ended || state.health.state}, ${steps}, weights v${now.weights.held}, ${now.num_events} events${late}${missing}`, Boolean(missing));
   show();
 }
 
-function listen() {
-  const source = new EventSource("/events");
+let source = null;
+
+async function listen() {
+  let path;
+  try {
+    path = await ticketed("/events");
+  } catch (error) {
+    lost(error);
+    return;
+  }
+  if (source) source.close();
+  source = new EventSource(path);
   source.onmessage = (message) => take(message.data);
-  source.onerror = () => {
+  source.onerror = () => lost(null); // the browser would try again with the same ticket
+}
+
+function lost(error) {
+  if (source) source.close();
+  source = null;
+  if (error instanceof NoSecret) {
+    status("This tab does not have the page's secret, or it was renewed: open the URL that watch RUN --url prints.", true);
+  } else if (!(state && state.closing)) { // else the page ended with the run, whose end it has sent
     status("The connection is lost; it is tried again.", true);
-    if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN_MS); // refused: the browser gives up
-  };
+  }
+  isLost = true;
+  showLost();
+  setTimeout(() => source || listen(), AGAIN_MS);
+}
+
+function showLost() {
+  if (state) {
+    show();
+    return;
+  }
+  const badge = make("span", `${MARKS[LOST]} ${LOST}`, "badge");
+  badge.dataset.state = LOST;
+  at("health-state").replaceChildren(badge);
+}
+
+function hashChanged() { // also by a new URL in this tab
+  if (takeSecret()) listen();
+  show();
 }
 
 if (at("state")) { // a report: one file with all that it shows
   take(at("state").textContent);
 } else {
+  takeSecret();
   listen();
   show();
 }

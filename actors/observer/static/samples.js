@@ -29,7 +29,7 @@ const view = {
 
 async function asked(path, query) {
   if (state && state.samples) return askedOfReport(path, query);
-  const response = await fetch(`${path}?${new URLSearchParams(query)}`);
+  const response = await fetched(`${path}?${new URLSearchParams(query)}`);
   const text = await response.text();
   try {
     return JSON.parse(text);
@@ -117,7 +117,7 @@ function drawList() {
   if (found.num_problems) notes.push(`${found.num_problems} steps cannot be read: ${found.problems.join("; ")}`);
   at("samples-state").textContent = notes.join("; ");
   at("samples-state").className = found.problem || found.num_problems ? "bad" : "faint";
-  const heads = [["group"], ["step", "number"], ["reward", "number"], ["rewards", "more"], ["tokens", "number"], ["weights", "more"], ["outcome"], ["prompt"]];
+  const heads = [["group"], ["step", "number"], ["reward", "number"], ["rewards", "more"], ["tokens", "number"], ["weights", "more"], ["outcome"], ["label"], ["prompt"], ["best response"], ["worst response"]];
   fillTable(at("samples-list"), heads, view.groups.map((group) => {
     const cell = make("td");
     const button = make("button", group.group, "link");
@@ -126,10 +126,13 @@ function drawList() {
     if (view.group && groupKey(view.group) === groupKey(group)) button.setAttribute("aria-current", "true");
     const rewards = `${group.rewards.map(reward).join(" ")}${group.num_samples > group.rewards.length ? " ..." : ""}`;
     const outcome = group.reason ? `${group.outcome}: ${group.reason}` : group.outcome;
-    return [cell, group.step, reward(group.reward), rewards, short(group.length, 0), weights(group.versions), outcome, make("td", group.prompt, "text")];
+    return [cell, group.step + 1, reward(group.reward), rewards, short(group.length, 0), weights(group.versions), outcome, ...[group.label, group.prompt, ...listedResponses(group)].map((text) => make("td", text, "text"))];
   }));
   at("samples-more").hidden = view.next === null;
 }
+
+const listedResponses = ({ responses: [best, worst] }) => // a response may be empty
+  best === undefined ? ["", ""] : [best || "(empty)", worst === undefined ? "(same reward)" : worst || "(empty)"];
 
 // one group
 

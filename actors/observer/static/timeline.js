@@ -2,11 +2,17 @@
 "use strict";
 
 const TIMELINE_LANES = [ // name, and colour by kind of span
-  ["rollout", { rollout: "#1a73e8" }],
+  ["step", {
+    "part start": "#7b8794", "part rollout": "#1a73e8", "part long tail": "#174ea6", "part queue": "#9aa0a6",
+    "part scores": "#a142f4", "part filter": "#129eaf", "part wait": "#bdc1c6", "part fetch": "#b06000",
+    "part train": "#188038", "part weights": "#e8710a", "part blocked": "#9c166b", "part memory": "#5f6368",
+    "part evaluation": "#d93025", "part checkpoint": "#e37400", "part faults": "#c5221f", "part end": "#7b8794",
+    "part unexplained": "#dadce0",
+  }], // what the time of each step went into, as in the view Time
+  ["queue", { queue: "#9aa0a6" }],
+  ["rollout", { rollout: "#1a73e8", halted: "#7b8794" }],
   ["score", { scores: "#a142f4", filter: "#129eaf" }],
-  ["wait", { wait: "#9aa0a6", fetch: "#b06000" }],
-  ["train", { train: "#188038" }],
-  ["weights", { weights: "#e8710a", update: "#e8a33d" }],
+  ["weights", { update: "#e8a33d" }],
   ["evaluation", { evaluation: "#d93025" }],
   ["checkpoint", { checkpoint: "#7b8794" }],
   ["down", { down: "#c5221f" }],
@@ -32,7 +38,7 @@ async function readTimeline() {
   timeline.busy = true;
   timeline.readAt = Date.now();
   try {
-    const response = await fetch(`/timeline?last=${timeline.last}&steps=${timeline.steps}`);
+    const response = await fetched(`/timeline?last=${timeline.last}&steps=${timeline.steps}`);
     if (!response.ok) throw new Error(await response.text());
     timeline.data = await response.json();
     timeline.problem = "";
@@ -117,7 +123,7 @@ function paintTimeline() {
     return;
   }
   canvas.hidden = false;
-  timeline.bars = data.bars.map(([kind, where, name, begin, end, group, step, versions]) => ({ kind, where, name, begin, end, group, step, versions }));
+  timeline.bars = data.bars.map(([kind, where, name, begin, end, group, step, versions]) => ({ kind: kind === "part" ? `part ${name}` : kind, where, name, begin, end, group, step, versions }));
   reselect();
   const lanes = timelineLanes();
   const width = Math.max(120, canvas.parentElement.clientWidth - 2);

@@ -21,8 +21,8 @@ from actors.reward.graders.numeric import numeric
 from actors.reward.graders.remote import remote_rm
 from actors.reward.graders.stated import dapo, gpqa, is_integer
 from actors.reward.samples import GradedSample
-from runtime.settings.plugins import OWN, dotted_hint
-from runtime.settings.slime.hints import slime_grader_hint
+from runtime.functions.load import OWN, dotted_hint
+from runtime.settings.reading.hints import grader_hint
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -215,7 +215,7 @@ def find_grader(name: str) -> Grader:
     r"""Find a built-in grader. The prefix "boxed_" restricts it to the content of the last \boxed{...}, or "".
 
     Raises:
-        ValueError: no grader has this name; suggests the replacement of a slime grader, or the closest name. Or a
+        ValueError: no grader has this name; suggests the closest one, or the replacement of another project's. Or a
             package that the grader needs is not installed.
     """
     plain = name.removeprefix(BOXED_PREFIX)
@@ -223,7 +223,7 @@ def find_grader(name: str) -> Grader:
     if grader is None:
         names = ", ".join(BUILT_IN_GRADERS)
         close = get_close_matches(plain, BUILT_IN_GRADERS, n=1)
-        hint = slime_grader_hint(plain) or dotted_hint(name) or (f"did you mean {close[0]!r}?" if close else "")
+        hint = grader_hint(plain) or dotted_hint(name) or (f"did you mean {close[0]!r}?" if close else "")
         raise ValueError(f"no grader {name!r}: {hint}{' ' if hint else ''}allowed: {names}, or {OWN}")
     module, extra = NEEDS.get(plain, ("", ""))
     if module and importlib.util.find_spec(module) is None:

@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from actors.reward.causes import cause_of, retry_after_s
+from actors.reward.causes import cause_of, is_of_machine, retry_after_s
 from actors.reward.frames import Graded, GraderSpec
-from actors.reward.graders.builtin import find_grader
-from actors.reward.graders.parsers import find_parser
 from actors.reward.samples import GradedSample
-from runtime.settings.plugins import is_plugin, load_plugin
+from runtime.functions.load import find, is_plugin
+from runtime.functions.table import GRADER, PARSER
+from runtime.util.rewards import reward_problem
 from runtime.util.tracebacks import shown_error, user_traceback
 
 GRADER_KEY = "rm_type"  # names of settings in plug-in errors
@@ -35,11 +35,10 @@ def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
     Raises:
         ValueError: no built-in grader has this name; PluginError if a user's function cannot be used.
     """
+    kind, key = (PARSER, PARSER_KEY) if spec.parses else (GRADER, GRADER_KEY)
+    grader = find(kind, key, spec.name, base_dirs, several=spec.group)
     if is_plugin(spec.name):
-        parameters = ("samples",) if spec.group else ("sample",)
-        key = PARSER_KEY if spec.parses else GRADER_KEY
-        return load_plugin(key, spec.name, parameters=parameters, base_dirs=base_dirs, allow_async=True).function
-    grader = find_parser(spec.name) if spec.parses else find_grader(spec.name)
+        return grader
     if spec.group and is_async(grader):
         return lambda samples: _all_of(grader, samples)
     if spec.group:
@@ -161,13 +160,14 @@ def _grade_of_value(value: Any, details: dict[str, Any] | None, sample: GradedSa
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
         return _bad(f"returned a list of rewards that are not all numbers: {_cut(str(error))}")
     for place, reward in enumerate(found):
-        if not math.isfinite(reward):
-            return _bad(f"the reward of {sample.per} {place} is {_shown(rewards[place])}, not a finite number")
+        if (problem := reward_problem(reward)) is not None:
+            return _bad(f"the reward of {sample.per} {place} is {_shown(rewards[place])}, {problem}")
     if sample.per == "turn":
         of_turns, found = found, array("f", bytes(4 * sample.response_len))
         for turn, reward in zip(sample.turns, of_turns, strict=True):
             found[turn.end - 1] += reward
-    return Graded(reward=math.fsum(numbers), details=details, token_rewards=found.tobytes())
+    graded = _grade_of_number(math.fsum(numbers), details)
+    return graded if graded.error is not None else msgspec.structs.replace(graded, token_rewards=found.tobytes())
 
 
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
@@ -179,8 +179,8 @@ def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
         reward = float(number)
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
         return _bad(f"returned {_shown(number)}, which is not a single number: {error}")
-    if not math.isfinite(reward):
-        return _bad(f"returned {reward}, not a finite number")
+    if (problem := reward_problem(reward)) is not None:
+        return _bad(f"returned {reward}, {problem}")
     return Graded(reward=reward, details=details)
 
 
@@ -196,7 +196,11 @@ def _call(grader: Call, argument: Any, wait: Wait) -> tuple[Any, Graded | None]:
 def _raised(error: BaseException) -> Graded:
     trace = None if error.__traceback__ is None else user_traceback(error)
     return Graded(
-        error=_cut(f"raised {shown_error(error)}"), trace=trace, cause=cause_of(error), wait_s=retry_after_s(error)
+        error=_cut(f"raised {shown_error(error)}"),
+        trace=trace,
+        cause=cause_of(error),
+        of_machine=is_of_machine(error),
+        wait_s=retry_after_s(error),
     )
 
 

@@ -24,8 +24,14 @@ _NO_WORD: Final = (
     r"(?:(?<![AI])|(?!\s+[a-z])|(?=\s+(?:because|since|as|for|due|and|or|not|rather|but|with|from|by|is|based)\b))"
 )
 _SMALL: Final = r"(?P<small>[a-z])(?=[)\]>）】]|[.:,;](?!\w)|\s*(?:\n|\Z))"
+_NAMED: Final = (
+    r"(?:list|set|above|below|following|given|listed|available|provided|possible|three|four|five|options?|choices?|answers?"
+    r"|statements?|ones|alternatives)\b"
+)
 _FILLER: Final = (
-    r"(?i:[\s:：=,–—→-]{1,20}+|是|为|為|应该|选项?|\b(?:is|was|would|could|should|might|must|may|will|be|to|that|this|the|here|now|"
+    rf"(?i:\b(?:among|amongst|of|from|in|out of)\s+(?:(?:all\s+)?(?:these|those|them)\b(?:\s+{_NAMED})*+"
+    rf"|(?:the|this|all)\b(?:\s+{_NAMED})++)|"
+    r"[\s:：=,–—→-]{1,20}+|是|为|為|应该|选项?|\b(?:is|was|would|could|should|might|must|may|will|be|to|that|this|the|here|now|"
     r"question|problem|for|given|among|of|options?|choices?|answers?|letter|statement|therefore|thus|then|hence|so|"
     r"clearly|simply|indeed|definitely|certainly|likely|probably|most|correct|right|best|final|it'?s|"
     r"i (?:would )?(?:think|believe|get|got|found|choose|chose|pick)|not\s+\(?[A-Z]\)?,?\s+but|es|ist|est|la|le|die|"
@@ -70,12 +76,14 @@ _LABELLED: Final = re.compile(
 _LAST_IN_BRACKETS: Final = re.compile(r".*\((?P<letter>[A-Z])\)\W*")
 _NEGATED: Final = re.compile(
     r"(?i)(?:\b(?:not|never|neither|nor|cannot be|rather than)|n['’]t)\s*(?:\w+\s+)?(?:the\s+)?[(\[]?$"
-    r"|\bis\s+(?:the|my)\s+$|\b(?:wrong|incorrect|least likely|opposite of(?: the)?) $"
+    r"|\bis\s+(?:the|my)\s+$|\b(?:wrong|incorrect|no(?: (?:correct|right))?|least|least likely|opposite of(?: the)?) $"
 )
 _DENIED: Final = re.compile(
     r"[)\]>）】]*(?:\s*\?|[^\w.]{0,6}\s(?i:isn['’]t|is not|is incorrect|is wrong|is false|is too|cannot|can['’]t|"
     r"fails?|violates|contradicts|does not|doesn['’]t|would not|wouldn['’]t)\b)"
 )
+_WOULD: Final = re.compile(r"(?i)\b(?:would|could|might)\b")
+_IF: Final = re.compile(r"(?i)[^.\n]{0,60}\bif\b")
 _ANOTHER: Final = (
     re.compile(  # A or B, A/B, A, B and C: several; "A, and I am sure" and "A. Is not B too long?" are not
         r"\W{0,6}(?:\b(?:or|and)\b|[/&])\W{0,6}(?!I(?:['’]|\s+[a-z]))[A-Z](?![A-Za-z])"
@@ -84,6 +92,11 @@ _ANOTHER: Final = (
 )
 _SAID: Final = re.compile(rf"(?i)(?:{_KEY}(?:\s+(?:is|was|be)\b)?[是为為]?\s*[:：=]?)\s*(?P<rest>[^\n]+)")
 _ARTICLE: Final = re.compile(r"^\s*(?:the|an?)\s+(?=\w{2})")
+_SENTENCE: Final = re.compile(r"(?<=[.!?])\s+")
+_IS: Final = re.compile(  # a sentence that says what it is: "Thus, it must be beta decay."
+    r"(?i)(?:(?:so|thus|hence|therefore|then|clearly),?\s+)?(?:it|this|that|they|these|(?:the|this|that)\s+\w+)"
+    r"(?:['’]s|\s+(?:is|are|was|were|must be|should be|has to be))\s+(?P<text>[^?]+)"
+)
 _REASON: Final = re.compile(r"(?i)[.,;]\s|\s\(|\b(?:because|since|which)\b")
 
 
@@ -151,7 +164,7 @@ def chosen_letter(text: str, choices: Choices) -> str | None:
         return letter
     if concluded := list(_found(_CONCLUDED, text, choices)):
         return concluded[-1][1]
-    if letter := _letter_of_text(_said_texts(text, lines), choices):
+    if letter := _letter_of_text(_said_texts(text, lines), choices) or _letter_of_sentence(lines[-1], choices):
         return letter
     for part in (text, re.split(r"(?<=[.!?])\s", lines[-1])[-1]):
         mentioned = {letter for _, letter in _found(_MENTIONED, part, choices)}
@@ -173,7 +186,8 @@ def _found(pattern: re.Pattern[str], text: str, choices: Choices) -> Iterator[tu
         letter = (group["letter"] or group.get("small") or "").upper()
         end = max(match.end("letter"), match.end("small") if "small" in group else -1)
         before = text[max(0, match.start() - LOOK_BACK) : match.start()]
-        if letter in choices.letters and not _NEGATED.search(before) and not _DENIED.match(text, end):
+        denied = _DENIED.match(text, end) or (_WOULD.search(match[0]) and _IF.match(text, end))
+        if letter in choices.letters and not _NEGATED.search(before) and not denied:
             yield match.start(), None if _ANOTHER.match(text, end) else letter
 
 
@@ -222,7 +236,18 @@ def _said_texts(text: str, lines: Sequence[str]) -> list[str]:
     while 0 < len(said) < MAX_SAID and (inner := _SAID.search(said[-1])):  # B is no answer; the answer is C
         said.append(inner["rest"])
     said += [] if is_list and _LABELLED.match(lines[-1]) else [lines[-1]]
-    return [part for each in said for part in (each, _REASON.split(each)[0])]
+    return [part for each in said for part in (each, "" if _TAKEN_BACK.search(each) else _REASON.split(each)[0])]
+
+
+def _letter_of_sentence(line: str, choices: Choices) -> str | None:
+    """The letter of the choice whose text the last sentence of a line says, if the line has no other choice's text."""
+    said = _IS.fullmatch(_SENTENCE.split(line)[-1])
+    letter = _letter_of_text([said["text"]], choices) if said else None
+    if said is None or letter is None:
+        return None
+    own, whole = _compared(said["text"]), _compared(line)
+    others = (_compared(text) for text in choices.texts)
+    return None if any(other and other not in own and other in whole for other in others) else letter
 
 
 def _letter_of_text(said: Sequence[str], choices: Choices) -> str | None:

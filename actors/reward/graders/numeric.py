@@ -4,9 +4,9 @@ import re
 from collections import deque
 from fractions import Fraction
 
-from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.boxed import after_hashes, last_boxed, stated
 from actors.reward.graders.labels import Label, text_of
-from actors.reward.graders.thoughts import after_thought
+from actors.reward.graders.responses import after_thought, visible
 
 _WHOLE = r"(?:\d{1,3} +(?=\d{1,3}/\d{1,3}(?!\d)))?"  # of 3 1/2
 _DIGITS = _WHOLE + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\w))?(?:/\d+)?"
@@ -49,26 +49,15 @@ def numeric(response: str, label: Label) -> float:
     Edges:
         An empty label scores 0. A number of over 64 characters is compared as text. Never raises.
     """
-    text, said = text_of(label), after_thought(response)
-    truth = _stated(text) or text
+    truth, said = stated(visible(text_of(label))), visible(after_thought(response))
     if not _normal(truth):
         return 0.0
     true_value = _number(_without_latex(truth))
     if true_value is not None:
         return float(_value_in(said) == true_value)
-    answer = _stated(said)
+    boxed = last_boxed(said)
+    answer = boxed if boxed is not None else after_hashes(said)
     return float(_normal(said if answer is None else answer) == _normal(truth))
-
-
-def _stated(text: str) -> str | None:
-    boxed = last_boxed(text)
-    return boxed if boxed is not None else _after_hashes(text)
-
-
-def _after_hashes(text: str) -> str | None:
-    _, marker, after = text.rpartition("####")
-    lines = after.strip().splitlines()
-    return lines[0] if marker and lines else None
 
 
 def _value_in(said: str) -> Fraction | None:
@@ -76,7 +65,7 @@ def _value_in(said: str) -> Fraction | None:
     boxed = last_boxed(said)
     if boxed is not None:
         return _value_of(boxed)
-    value = _value_of(_after_hashes(said) or "")
+    value = _value_of(after_hashes(said) or "")
     if value is not None:
         return value  # else the line may be a heading, such as "#### Step 2"
     last = deque(_NUMBER_IN_TEXT.finditer(_without_latex(said)), maxlen=1)

@@ -122,9 +122,12 @@ class Budget:
 
 @asynccontextmanager
 async def open_budgets(
-    configs: Mapping[str, JudgeConfig], bus: Bus, num_actors: int
+    configs: Mapping[str, JudgeConfig], bus: Bus | None, num_actors: int
 ) -> AsyncGenerator[dict[str, Budget]]:
-    """Read what the judges have used so far in this run, and store it at the end."""
+    """Read what the judges have used so far in this run, and store it at the end; without a bus there is no run."""
+    if bus is None:
+        yield {name: Budget(name, config, num_actors) for name, config in configs.items()}
+        return
     found: dict[str, Budget] = {}
     for name, config in configs.items():
         key = f"reward.spent.{name}.{bus.name}"

@@ -155,8 +155,10 @@ def _with_answer(graded: Graded, sample: GradedSample, name: str) -> Graded:
 
 
 @asynccontextmanager
-async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
+async def open_judges(topology: Topology, bus: Bus | None) -> AsyncGenerator[Judges]:
     """Open the judges of a topology, and the endpoint through which users' graders call them.
+
+    Without a bus there is no run: only engines with URLs answer, nothing is cached, and budgets begin anew.
 
     Raises:
         InputError: an API key cannot be read.
@@ -168,13 +170,15 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
 
     def report(server: str, reason: str, number: int) -> None:
+        if bus is None:
+            return
         event = EngineRequestsFailed(instance=bus.name, engine=server, reason=reason, num_failures=number)
         try:
             send.send_nowait(event)
         except anyio.WouldBlock:
             log.warning("judge_event_left_out", engine=server)
 
-    async def publish() -> None:
+    async def publish(bus: Bus) -> None:
         async for event in failures:
             try:
                 await bus.publish(event)
@@ -185,18 +189,24 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     async with (
         open_budgets(configs, bus, max(1, len(topology.reward.nodes))) as budgets,
         aiohttp.ClientSession(connector=connector) as session,
-        anyio.create_task_group() as group,
         send,
-        failures,
+        failures,  # closed after the tasks that read it have ended
+        anyio.create_task_group() as group,
     ):
-        group.start_soon(publish)
+        if bus is not None:
+            group.start_soon(publish, bus)
         judges = {
             name: Judge(
-                name, _servers(topology, name, bus, group), _limits(topology, name), session, report, budgets[name]
+                name,
+                _servers(topology, name, bus, group),
+                _limits(topology, name, waits=bus is not None or answers_without_a_run(topology, name)),
+                session,
+                report,
+                budgets[name],
             )
             for name in configs
         }
-        with closing(Caches(_cache_files(topology, bus), report)) as caches:
+        with closing(Caches({} if bus is None else _cache_files(topology, bus), report)) as caches:
             async with gateway(judges) as env:
                 models = {name: _model(topology, name) for name in configs}
                 yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {}, caches, models)
@@ -211,7 +221,13 @@ def _cache_files(topology: Topology, bus: Bus) -> dict[str, tuple[Path, int]]:
     }
 
 
-def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> JudgeServers:
+def answers_without_a_run(topology: Topology, name: str) -> bool:
+    """Return whether a judge has servers that no run starts."""
+    pool = judge_pools(topology).get(name)
+    return pool is None or bool(topology.engines[pool].urls)
+
+
+def _servers(topology: Topology, name: str, bus: Bus | None, group: TaskGroup) -> JudgeServers:
     config, pool = topology.reward.judges[name], judge_pools(topology).get(name)
     if pool is None:
         url, model = config.url or "", config.model or ""
@@ -224,7 +240,9 @@ def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> Judge
         return servers
     engine = topology.engines[pool]
     servers = JudgeServers(f"engines.{pool}", is_pool=True)
-    group.start_soon(servers.follow, bus, pool, engine, _served_name(topology, engine))
+    servers.add_external(pool, engine, _served_name(topology, engine))
+    if bus is not None:
+        group.start_soon(servers.follow, bus, pool, _served_name(topology, engine))
     return servers
 
 
@@ -239,9 +257,10 @@ def _model(topology: Topology, name: str) -> str:
     return topology.reward.judges[name].model or "" if pool is None else model_of(topology, topology.engines[pool])
 
 
-def _limits(topology: Topology, name: str) -> JudgeLimits:
+def _limits(topology: Topology, name: str, *, waits: bool) -> JudgeLimits:
     config = topology.reward.judges[name]
-    return JudgeLimits(config.timeout_s, config.max_tries, requests_at_once(topology, name), config.wait_s)
+    wait_s = config.wait_s if waits else 0.0
+    return JudgeLimits(config.timeout_s, config.max_tries, requests_at_once(topology, name), wait_s)
 
 
 def requests_at_once(topology: Topology, name: str) -> int:

@@ -79,11 +79,14 @@ class JudgeServers:
         self._num_sent += 1
         return others[self._num_sent % len(others)]
 
-    async def follow(self, bus: Bus, pool: str, engine: EngineConfig, model: str) -> None:
-        """Follow the engines of a pool: those that the run starts, and external ones. Never returns."""
+    def add_external(self, pool: str, engine: EngineConfig, model: str) -> None:
+        """Add the engines of a pool that already run."""
         for index, url in enumerate(engine.urls):
             base = f"{url.rstrip('/')}/v1"
             self.add(JudgeServer(f"engines.{pool}.urls[{index}]", base, model))  # external engines never get the key
+
+    async def follow(self, bus: Bus, pool: str, model: str) -> None:
+        """Follow the engines of a pool that the run starts. Never returns."""
         key = await engine_key(bus.kv)
 
         async def attend(name: str, address: Address) -> None:

@@ -11,6 +11,7 @@ import structlog
 
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
+from runtime.models.directory import CONFIG, read_json
 from runtime.settings.placement import served_dtype
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -45,7 +46,7 @@ class ServerRequirements(NamedTuple):
         """
         directory, is_frozen = Path(model_of(topology, engine)), engine.hf_checkpoint is not None
         return cls(
-            architectures=_architectures_of((directory / "config.json").read_bytes()),
+            architectures=read_json(directory, CONFIG, _Model).architectures,
             dtype="" if is_frozen else served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
             keeps_prefixes=is_frozen
@@ -57,10 +58,6 @@ class ServerRequirements(NamedTuple):
 
 class _Model(msgspec.Struct, frozen=True):
     architectures: tuple[str, ...] = ()
-
-
-def _architectures_of(config: bytes) -> tuple[str, ...]:
-    return msgspec.json.decode(config, type=_Model).architectures
 
 
 def check_server(url: str, says: Mapping[str, Any], wanted: ServerRequirements) -> None:

@@ -3,14 +3,22 @@
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
-
-if TYPE_CHECKING:
-    from actors.rollout.engines.engine import Engine
+from typing import Final, Protocol, TypeVar
 
 MAX_IMBALANCE: Final = 1.5  # of the mean load: an engine with more keeps no prompt
 FEW: Final = 8  # samples that an engine may hold in any case before its prompts go elsewhere
 KEPT: Final = 65_536  # prompts whose engine is remembered
+
+
+class Candidate(Protocol):
+    """An engine that may get a request, as far as its choice depends on it."""
+
+    name: str
+    num_open: int  # samples of requests that were sent to it by name
+    room: float  # share of the most samples that it may have
+
+
+E = TypeVar("E", bound=Candidate)
 
 
 class Dispatch(Protocol):
@@ -44,7 +52,7 @@ class Dispatch(Protocol):
         """
         ...
 
-    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+    def may_hold(self, engine: str, engines: Mapping[str, E]) -> list[E]:
         """Return the engines that may hold a request.
 
         Args:
@@ -63,7 +71,7 @@ class Dispatch(Protocol):
         """
         ...
 
-    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+    def choose(self, engines: Sequence[E], prompt: str, *, failed: str | None, by_name: bool) -> E | None:
         """Choose the engine of a request; None: the router chooses.
 
         Args:
@@ -102,13 +110,13 @@ class Direct:
     def engine_of(self, named: str, label: str) -> str:
         return named
 
-    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+    def may_hold(self, engine: str, engines: Mapping[str, E]) -> list[E]:
         return [engines[engine]] if engine in engines else list(engines.values())
 
     def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
         return max(versions, default=0) >= min_version
 
-    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+    def choose(self, engines: Sequence[E], prompt: str, *, failed: str | None, by_name: bool) -> E | None:
         others = [engine for engine in engines if engine.name != failed] or engines
         by_engine = {engine.name: engine for engine in others}
         loads = {name: engine.num_open / engine.room for name, engine in by_engine.items()}

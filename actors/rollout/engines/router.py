@@ -3,19 +3,16 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import structlog
 
-from actors.rollout.engines.dispatch import Dispatch
+from actors.rollout.engines.dispatch import Dispatch, E
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.control_answers import RouterWorker
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
-
-if TYPE_CHECKING:
-    from actors.rollout.engines.engine import Engine
 
 log = structlog.get_logger()
 
@@ -105,7 +102,7 @@ class ThroughRouter:
         """Return the engine of a weight label: the router does not report which engine has a request."""
         return self._engine_behind(label) or named
 
-    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+    def may_hold(self, engine: str, engines: Mapping[str, E]) -> list[E]:
         """Return all engines: the router may have sent the request to another one before its first token."""
         return list(engines.values())
 
@@ -113,7 +110,7 @@ class ThroughRouter:
         """Whether every engine that the router may choose holds the version."""
         return oldest >= min_version
 
-    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+    def choose(self, engines: Sequence[E], prompt: str, *, failed: str | None, by_name: bool) -> E | None:
         """Choose an engine, in turn, if the router cannot pass a request on, or an engine failed to answer it.
 
         The router does not report which engine answered, and drops `return_sampling_mask` (0.3.2).

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 import anyio
 
 from actors.rollout.engines.status import MemoryLevel
-from messages import EvalEnded, EvalIssued, TrainerStarted, WeightsAnnounced
+from messages import EvalEnded, EvalIssued, PhaseChanged, TrainerStarted, WeightsAnnounced
+from runtime.ledger.steps import Trainers
 
 
 class TargetWeights:
@@ -25,7 +26,7 @@ class TargetWeights:
         self.newest: WeightsAnnounced | None = None  # newest weights that engines may take
         self.evaluated_step = -1  # newest step with a finished evaluation; evaluations up to it are obsolete
         self._known_version = 0
-        self._incarnation = 0  # of the trainer that started most recently
+        self._trainers = Trainers()
         # in ascending order; bounded by the trainer's lead over an evaluation
         self._held_back: list[WeightsAnnounced] = []
         self._evaluated: dict[int, int] = {}  # running evaluations: step -> weight version
@@ -34,11 +35,9 @@ class TargetWeights:
         """Apply the next event. Announcements by a replaced trainer, and of known versions, are ignored."""
         match event:
             case TrainerStarted():
-                self._incarnation = max(self._incarnation, event.incarnation)
-            case WeightsAnnounced(version=version, incarnation=incarnation) if (
-                version > self._known_version and incarnation >= self._incarnation
-            ):
-                self._known_version = version
+                self._trainers.begin(event)
+            case WeightsAnnounced() if event.version > self._known_version and not self.is_replaced(event):
+                self._known_version = event.version
                 self._held_back.append(event)
             case EvalIssued():
                 self._evaluated[event.step] = event.version
@@ -48,6 +47,10 @@ class TargetWeights:
             case _:
                 pass
         self._let_go()
+
+    def is_replaced(self, event: WeightsAnnounced | PhaseChanged) -> bool:
+        """Whether the trainer that wrote an event has a successor."""
+        return self._trainers.is_replaced(event)
 
     @property
     def holds_back(self) -> bool:

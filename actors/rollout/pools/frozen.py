@@ -33,7 +33,7 @@ from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.servers import attend_servers, kill_server
 from runtime.data.tokens import given_log_prob_problem, id_problem, topk_problem
-from runtime.settings.derived import asks_topk
+from runtime.settings.derived import topk_divergence
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, model_of
 from runtime.util.formatting import count_of
@@ -80,7 +80,11 @@ class PoolSettings(NamedTuple):
         """
         engine = topology.engines[name]
         vocab_size = ServedModel.read(Path(model_of(topology, engine))).vocab_size
-        trained = ServedModel.read(Path(topology.model.hf_checkpoint)) if asks_topk(topology.algorithm) else None
+        trained = (
+            ServedModel.read(Path(topology.model.hf_checkpoint))
+            if topk_divergence(topology.algorithm) is not None
+            else None
+        )
         return cls(
             name=name,
             vocab_size=vocab_size,

@@ -1,6 +1,5 @@
 """One conversation of a sample, as a generate function uses it: turns, input between them, and what is trained."""
 
-import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +15,7 @@ from actors.rollout.samples.function_run import FunctionRun
 from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
 from messages import Int32Array, SampleStatus, SamplingParams, Score
 from runtime.data.tokens import GREEDY
+from runtime.util.rewards import reward_problem
 
 MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
 MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
@@ -45,7 +45,7 @@ class Context:
         sample_metadata: of this conversation; visible to the dynamic filter and in dumps.
         text: the response so far: model turns and the input between them.
         reward: set it, and no grader grades the sample.
-        rewards: named rewards beside it, for `algorithm.gdpo_reward_keys`.
+        rewards: named rewards beside it, for `algorithm.estimator.reward_keys`.
     """
 
     def __init__(self, run: FunctionRun, sample: OpenSample) -> None:
@@ -394,9 +394,9 @@ class Context:
         for name, value in values.items():
             checked_text(name, "the name of a reward: ")
             # numbers of NumPy and torch are not a float, but have __float__; a text has none
-            if hasattr(value, "__float__") and math.isfinite(value):
-                continue
-            raise ValueError(f"the reward {name!r} is {value!r:.100}, not a finite number")
+            problem = reward_problem(float(value)) if hasattr(value, "__float__") else "not a finite number"
+            if problem is not None:
+                raise ValueError(f"the reward {name!r} is {value!r:.100}, {problem}")
         named = {name: float(value) for name, value in self.rewards.items()}
         sample = self._sample
         return Score(index=sample.index, part=sample.part, reward=float(self.reward), details=named or None)

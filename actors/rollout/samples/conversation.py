@@ -6,7 +6,7 @@ else than before has a mismatch, and its sample is not trained as it is.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -16,10 +16,14 @@ from actors.rollout.samples.function_run import NO_POOLS, Ask, AskPool, Function
 from actors.rollout.samples.generate_function import KEY, WrongCall, call_async
 from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
+from actors.rollout.samples.scoring import NotGraded
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, SamplingParams
-from runtime.util.tracebacks import shown_error
+from runtime.bus.errors import BusError
+from runtime.util.errors import flatten
+from runtime.util.stacks import place_in
+from runtime.util.tracebacks import shown_error, user_frames, user_traceback
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 Grade = Callable[[str, str | None], Awaitable[float]]
@@ -33,8 +37,45 @@ ENDS: Final = {
 }
 
 
-class FunctionRaised(ValueError):
+class FunctionFailed(ValueError):
+    """A user's function did not do what it should, or took too long.
+
+    Attributes:
+        stopped_at: traceback of its own code where it was ended; empty: unknown.
+        is_own: whether the fault is the function's, and not that of a grader that it called.
+    """
+
+    stopped_at: str = ""
+    is_own: bool = True
+
+
+class FunctionUnusable(FunctionFailed):
+    """What should generate a sample is no async function, or returned something: each sample would fail so."""
+
+
+class FunctionRaised(FunctionFailed):
     """A user's function raised; its exception is the cause of this one."""
+
+
+def of_this_project(error: BaseException) -> EngineError | BusError | None:
+    """The error of this project that a user's function passed on, also as another one or in a group; None: none.
+
+    What a function raised because an engine was lost is not its own fault.
+    """
+    return next((each for each in _behind(error) if isinstance(each, EngineError | BusError)), None)
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An exception, those in its group, and those that led to it."""
+    seen, waiting = set[int](), [error]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += flatten(each)
+        waiting += filter(None, (each.__cause__, None if each.__suppress_context__ else each.__context__))
 
 
 def is_cancelled(error: BaseException) -> bool:
@@ -85,6 +126,7 @@ class Conversation(Context):
         self._end: SampleStatus | None = None  # that the function set
         self._opened: list[Context] = []
         self._has_begun = False
+        self._stopped_at = ""  # traceback of the function where it was cancelled
         self._was_cancelled = False  # a cancellation reached the function, also if it caught that
 
     @property
@@ -194,7 +236,7 @@ class Conversation(Context):
         A reward that is not a finite number fails the sample. That of a sample without all its tokens is not looked at.
 
         Raises:
-            ValueError: the function raised, took too long, requested no turn, or set what no event can carry.
+            FunctionFailed: the function raised, took too long, requested no turn, or set what no event can carry.
         """
         run = self._run
         run.let_work()
@@ -208,13 +250,14 @@ class Conversation(Context):
                 is_halted, is_waiting = lambda: run.halted, lambda: run.is_waiting
                 with must_end(self.key, run.scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
                     await call_async(function, self, counts="what it does with its conversation counts")
-            except EngineError:  # an error of this project, raised through the function
-                raise
             except WrongCall as error:
                 refused = error
             except BaseException as error:
                 if is_cancelled(error):
+                    self._stopped_at = user_traceback(error) if user_frames(error) else ""
                     raise
+                if (ours := of_this_project(error)) is not None:  # raised through the function
+                    raise ours from None
                 failed = error
             # a function that ends without a further wait after a halt was not cancelled, and is complete
             self._was_cancelled = task.cancelling() > num_cancellations
@@ -229,9 +272,9 @@ class Conversation(Context):
         except (TypeError, ValueError) as error:
             failed = failed or error
         if run.mismatch is None and refused is not None:
-            raise ValueError(f"{self.key}: {refused}")
+            raise FunctionUnusable(f"{self.key}: {refused}")
         if run.mismatch is None and failed is not None:
-            raise FunctionRaised(f"{self.key}: {shown_error(failed)}") from failed
+            raise failed if isinstance(failed, FunctionFailed) else self._failure(failed)
         self._check_end(conversations)
         if run.over is None and run.mismatch is None:
             run.mismatch = self._left_out(conversations)
@@ -246,6 +289,13 @@ class Conversation(Context):
         for sibling in self._sample.siblings.values():
             sibling.status = status
         return status
+
+    def _failure(self, raised: BaseException) -> FunctionRaised:
+        place = place_in(user_traceback(raised)) if user_frames(raised) else ""
+        failure = FunctionRaised(f"{self.key}: {shown_error(raised)}{f' ({place})' if place else ''}")
+        failure.__cause__ = raised
+        failure.is_own = not any(isinstance(each, NotGraded) for each in _behind(raised))
+        return failure
 
     def kept_open(self) -> AbstractContextManager[None]:
         """Let no time of the function pass in this block: another function decides what its sample does next."""
@@ -283,13 +333,15 @@ class Conversation(Context):
         ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)
         cut_off = not ended_early and any(each.is_cut_off for each in conversations)
         if not was_cancelled and (cut_off or any(each.asking for each in conversations)):
-            raise ValueError(f"{self.key}: ended in the middle of a turn")
+            raise FunctionFailed(f"{self.key}: ended in the middle of a turn")
         if was_cancelled and run.halted:
             run.over = run.over or SampleStatus.ABORTED
         if was_cancelled and run.over is None:
-            raise ValueError(f"{self.key}: took more than {run.limit_s:g} s outside of generate and grade")
+            late = FunctionFailed(f"{self.key}: took more than {run.limit_s:g} s outside of generate and grade")
+            late.stopped_at = self._stopped_at
+            raise late
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
-            raise ValueError(f"{self.key}: ended without a turn of the model: it never awaited generate")
+            raise FunctionFailed(f"{self.key}: ended without a turn of the model: it never awaited generate")
 
     def _left_out(self, conversations: Sequence[Context]) -> str | None:
         """Return what an earlier run of the function did and this one did not; None: nothing."""

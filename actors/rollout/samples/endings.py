@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the offline actor must not import the engine client
     from actors.rollout.samples.group import GroupRun
 
 log = structlog.get_logger()
+
+MIN_LEFT: Final = 2  # samples of a group that lost others to failures; one alone has nothing to be compared with
 
 Ending = GroupCompleted | GroupAborted | GroupFailed
 
@@ -55,9 +57,11 @@ class Endings:
         trained = [
             sample for sample in run.samples if sample.status is not SampleStatus.FAILED and not sample.is_baseline
         ]
-        if failed and not (trained and all(sample.is_dropped_alone for sample in failed)):
-            reason = failed[0].reason or "no reward"
-            return self.failed(reason if failed[0].is_given_up else f"reward: {reason}")
+        first = next((sample for sample in failed if sample.is_at_fault), failed[0] if failed else None)
+        enough = trained and (first is None or not first.is_at_fault or len({s.index for s in trained}) >= MIN_LEFT)
+        if first is not None and not (enough and all(sample.is_dropped_alone for sample in failed)):
+            reason = first.reason or "no reward"
+            return self.failed(reason if first.is_given_up else f"reward: {reason}")
         completed = self.completed(samples, prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)
         return msgspec.structs.replace(completed, engine=run.engine, last_sample=run.last_sample)
 

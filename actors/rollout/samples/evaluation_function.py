@@ -9,7 +9,6 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -21,27 +20,11 @@ from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.rollout_function import GeneratedSample
 from actors.rollout.samples.sample import OpenSample
 from messages import Prompt, SampleSummary
-from runtime.settings.plugins import PluginError, load_plugin
-from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
 from runtime.util.tracebacks import shown_error, user_traceback
 
 RunSample = Callable[[int, OpenSample, GenerateFunction | None], Awaitable[None]]
 EvaluationFunction = Callable[["SetEvaluation"], Awaitable[None]]
-
-
-def find_evaluation_function(key: str, name: str, base_dirs: Sequence[Path] = ()) -> EvaluationFunction:
-    """Find a user-defined evaluation function.
-
-    Raises:
-        PluginError: it does not exist, is not async, or does not take an evaluation.
-    """
-    if name.startswith(PREFIX):
-        raise PluginError(key, name, f"a function of slime returns the samples, and this one asks for them: {PAGE}")
-    plugin = load_plugin(key, name, parameters=("evaluation",), base_dirs=base_dirs, allow_async=True)
-    if not plugin.is_async:
-        raise PluginError(key, name, "a plain function cannot wait for samples: write `async def`")
-    return plugin.function
 
 
 @dataclass(frozen=True)

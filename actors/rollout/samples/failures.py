@@ -1,4 +1,4 @@
-"""What a sample without a score does: the policy by cause. Pure."""
+"""What a sample without a score does, or one whose generate function failed: the policy by cause. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _OF_ALL: Final[Mapping[str, Action]] = {"drop": "drop_group", "drop_sample": "dr
 class FailurePolicy:
     """What a sample does whose score failed."""
 
-    default: Action = "drop_group"
+    default: Action = "drop_sample"
     by_cause: Mapping[str, Action] = field(default_factory=dict[str, Action])
 
     def of(self, cause: str | None) -> Action:
@@ -26,8 +26,13 @@ class FailurePolicy:
         return self.by_cause.get(cause or "", self.default)
 
 
+def action_of(chosen: str) -> Action:
+    """The action of a setting: "drop", "drop_sample" or "zero"."""
+    return _OF_ALL[chosen]
+
+
 def policy_of(reward: RewardConfig) -> FailurePolicy:
     """The policy of a topology. Scores with "retry" were tried again before: they follow `reward.on_failure`."""
     actions = msgspec.structs.asdict(reward.failures)
     chosen = {cause: action for cause, action in actions.items() if action not in (None, "retry")}
-    return FailurePolicy(_OF_ALL[reward.on_failure], chosen)
+    return FailurePolicy(action_of(reward.on_failure), chosen)

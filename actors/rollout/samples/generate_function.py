@@ -1,13 +1,12 @@
-"""Finds and calls users' generate functions. Imports little, so that recipe checks can use it."""
+"""Calls users' async functions."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from messages.plain import clipped
-from runtime.settings.plugins import PluginError, load_plugin
-from runtime.settings.slime.functions import PREFIX
+from runtime.functions.load import load
+from runtime.functions.table import GENERATE
 
 KEY = "rollout.custom_generate"
 SHOWN_CHARS = 200  # of a returned value, in an error
@@ -19,36 +18,14 @@ class KeyedFunction(NamedTuple):
     key: str
     function: Callable[[Any], Awaitable[None]]
 
+    @classmethod
+    def of(cls, key: str, name: str) -> "KeyedFunction":
+        """Load the generate function that a setting names. Raises PluginError: it cannot be used."""
+        return cls(key, load(GENERATE, key, name).function)
+
 
 class WrongCall(ValueError):
     """A user's function is not async, or returned something that does not count."""
-
-
-def find_generate_function(
-    name: str, base_dirs: Sequence[Path] = (), *, key: str = KEY
-) -> Callable[[Any], Awaitable[None]]:
-    """Find a user-defined generate function, or one of slime.
-
-    Raises:
-        PluginError: it does not exist, is not async, or does not take a conversation.
-    """
-    plugin = load_plugin(key, name, parameters=("conversation",), base_dirs=base_dirs, allow_async=True)
-    if not plugin.is_async:
-        raise PluginError(key, name, "a plain function cannot wait for the model: write `async def`")
-    if name.startswith(PREFIX):
-        from actors.rollout.samples.slime_generate import conversing  # heavier than what finds other functions
-
-        return conversing(plugin.function)
-    return plugin.function
-
-
-def find_keyed_function(key: str, name: str, base_dirs: Sequence[Path] = ()) -> KeyedFunction:
-    """Find the generate function that a setting names.
-
-    Raises:
-        PluginError: as for find_generate_function.
-    """
-    return KeyedFunction(key, find_generate_function(name, base_dirs, key=key))
 
 
 async def call_async(function: Any, argument: object, *, counts: str) -> None:

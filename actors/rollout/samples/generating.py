@@ -12,7 +12,7 @@ import structlog
 from actors.rollout.pools.answering import AnsweringPool, PoolTurn
 from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Outcome
-from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.conversation import Conversation, FunctionFailed, FunctionUnusable, GenerateFunction
 from actors.rollout.samples.generate_function import KEY, KeyedFunction, is_deterministic
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.rollout_function import KEY as ROLLOUT_KEY
@@ -151,9 +151,18 @@ class Generation:
         self._tools.conversations.add(conversation)
         try:
             status = await conversation.run(own.function)
+        except FunctionFailed as error:
+            await self._tools.outcomes.failed(self._task, error)
+            action = self._tools.on_exception if self._task.round is not None else "drop_sample"
+            if action == "drop_group" or isinstance(error, FunctionUnusable):
+                raise
+            sample.fail_function(str(error), action, self._tools.reward_keys)
+            return conversation
         finally:
             self._tools.conversations.discard(conversation)
             self._conversations.remove(conversation)
+        if not self._halted:
+            await self._tools.outcomes.worked(self._task)
         if status is SampleStatus.FAILED:
             sample.give_up(f"{conversation.key}: {conversation.reason}")
         else:

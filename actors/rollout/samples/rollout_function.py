@@ -15,17 +15,25 @@ from typing import Any, Final
 
 import anyio
 
-from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
+from actors.rollout.samples.conversation import (
+    Conversation,
+    FunctionRaised,
+    GenerateFunction,
+    is_cancelled,
+    of_this_project,
+)
 from actors.rollout.samples.generate_function import WrongCall, call_async
 from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.served_model import ServedModel
 from messages import SampleStatus
 from runtime.bus.errors import BusError
-from runtime.settings.plugins import PluginError, load_plugin
-from runtime.settings.slime.functions import PAGE, PREFIX
+from runtime.functions.load import load, project_of
+from runtime.functions.table import ROLLOUT, UserFunction, at
+from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from runtime.util.formatting import count_of
 from runtime.util.tracebacks import shown_error
@@ -38,31 +46,30 @@ RolloutFunction = Callable[[Any], Awaitable[None]]  # gets a prompt group, or a 
 GATHER_S: Final = 1.0  # that the first group of a call waits for others
 
 
-def find_rollout_function(name: str, base_dirs: Sequence[Path] = (), *, num_prompts: int = 1) -> RolloutFunction:
-    """Find a user-defined rollout function.
-
-    Args:
-        name: of the function.
-        base_dirs: directories to look up relative files in.
-        num_prompts: `rollout.custom_rollout_prompts`.
-
-    One of slime is returned as it is: `SlimeRollout` calls it.
+def find_rollout_function(topology: Topology, base_dirs: Sequence[Path] = ()) -> RolloutFunction:
+    """Find `rollout.custom_rollout`. One of another project is returned as it is.
 
     Raises:
         PluginError: it does not exist, is not async, or does not take a prompt group or a list of them.
     """
-    if name.startswith(PREFIX):
-        plugin = load_plugin(KEY, name, parameters=("rollout",), base_dirs=base_dirs, allow_async=True)
-        if plugin.is_async:
-            problem = f"slime calls it as a plain function: let one call `run` of slime.utils.async_utils: {PAGE}"
-            raise PluginError(KEY, name, problem)
-        return plugin.function
-    plugin = load_plugin(
-        KEY, name, parameters=("group" if num_prompts == 1 else "groups",), base_dirs=base_dirs, allow_async=True
+    rollout = topology.rollout
+    several = rollout.custom_rollout_prompts > 1
+    return load(ROLLOUT, KEY, rollout.custom_rollout or "", base_dirs, several=several).function
+
+
+def rollout_function_of(topology: Topology, model: ServedModel) -> RolloutFunction:
+    """Find `rollout.custom_rollout`, and make one of another project one of this run. Raises as above."""
+    function, project = find_rollout_function(topology), project_of(topology.rollout.custom_rollout or "")
+    return (
+        function if project is None else at(f"actors.rollout.{project}.rollout:rollout_of")(function, topology, model)
     )
-    if not plugin.is_async:
-        raise PluginError(KEY, name, "a plain function cannot wait for samples: write `async def`")
-    return plugin.function
+
+
+def check_rollout_function(
+    topology: Topology, _function: UserFunction, _key: str, _name: str, base_dirs: Sequence[Path]
+) -> None:
+    """Check `rollout.custom_rollout` at the start. Raises as `find_rollout_function` does."""
+    find_rollout_function(topology, base_dirs)
 
 
 async def one_turn(conversation: Conversation) -> None:
@@ -317,10 +324,9 @@ class _Call:
 
     def _error_of(self, error: BaseException) -> Exception:
         """Return what the function raised as the error of its groups."""
+        if (ours := of_this_project(error)) is not None:
+            return ours
         raised = flatten(error)
-        for each in raised:
-            if isinstance(each, BusError | EngineError):
-                return each
         own = [each for each in raised if each not in self.sample_errors]
         texts = [str(each) for each in raised if each not in own]  # samples may fail with equal errors
         texts += [f"{KEY}: {'; '.join(map(shown_error, own))}"] if own else []

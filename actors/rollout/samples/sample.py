@@ -1,6 +1,5 @@
 """The samples of one group in progress: restored tokens and remaining work. Pure."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from actors.rollout.samples.failures import MAX_REASON_CHARS, Action, FailurePol
 from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef, TurnSpan
 from messages.plain import clipped
 from runtime.settings.topology import TOKEN_REWARDS
+from runtime.util.rewards import first_wrong, reward_problem
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
@@ -64,6 +64,7 @@ class OpenSample:
     score_requested: bool = False  # its score was requested
     is_dropped_alone: bool = False  # it failed, and the other samples of its group train
     is_given_up: bool = False  # it failed before its score, in its generate function
+    is_at_fault: bool = False  # its function raised or its score failed, unlike one that was left out on purpose
 
     @property
     def finished(self) -> bool:
@@ -113,6 +114,20 @@ class OpenSample:
         for part in self.parts:
             part.status, part.reason = SampleStatus.FAILED, reason
             part.is_given_up, part.is_dropped_alone = True, not part.is_baseline
+
+    def fail_function(self, reason: str, action: Action, reward_keys: Sequence[str] = ()) -> None:
+        """Do what the policy says, because the generate function failed. A sample without tokens is dropped."""
+        if isinstance(action, str) or not self.buffer.num_tokens:
+            self.give_up(reason)
+            for part in self.parts:
+                part.is_at_fault = True
+            return
+        for part in self.parts:
+            if part.buffer.num_tokens:
+                part.status, part.reason, part.reward = SampleStatus.COMPLETED, reason, float(action)
+                part.rewards = dict.fromkeys(reward_keys, float(action))
+            else:
+                part.give_up(reason)
 
     def take(self, key: SampleKey, prompt_ids: Int32Array) -> Segment | None:
         """Take the new tokens of the buffer as a segment; call `stored_at` once it is stored. None without tokens."""
@@ -185,8 +200,8 @@ class OpenSample:
         self.details, self.reason, self.reward = score.details, score.error, score.reward
         self.rewards = {}
         cause = score.cause
-        if self.reward is not None and not math.isfinite(self.reward):
-            self.reason, self.reward, cause = f"the reward is {self.reward}", None, "bad_answer"
+        if self.reward is not None and (problem := reward_problem(self.reward)) is not None:
+            self.reason, self.reward, cause = f"the reward is {self.reward}, {problem}", None, "bad_answer"
         if self.reward is not None and reward_keys:
             try:
                 self.rewards = named_rewards(score.details, reward_keys)
@@ -204,7 +219,7 @@ class OpenSample:
 
     def _fail(self, action: Action, reward_keys: Sequence[str]) -> None:
         if isinstance(action, str):
-            self.status = SampleStatus.FAILED
+            self.status, self.is_at_fault = SampleStatus.FAILED, True
             self.is_dropped_alone = action == "drop_sample" and not self.is_baseline
         else:
             self.reward, self.rewards = float(action), dict.fromkeys(reward_keys, float(action))
@@ -247,8 +262,8 @@ def with_sum(score: Score, num_tokens: int, *, allowed: bool) -> Score:
         problem = 'rewards per token, and reward.per is "sample"'
     elif len(rewards) != num_tokens:
         problem = f"{len(rewards)} rewards for {num_tokens} tokens"
-    elif not np.isfinite(rewards).all():
-        problem = f"the reward of token {int(np.argmin(np.isfinite(rewards)))} is not a finite number"
+    elif (place := first_wrong(rewards)) is not None:
+        problem = f"the reward of token {place} is {rewards[place]}, {reward_problem(float(rewards[place]))}"
     if problem:
         return Score(index=score.index, part=score.part, details=score.details, error=problem, cause="bad_answer")
     total, size = float(rewards.sum(dtype=np.float64)), float(np.abs(rewards).sum(dtype=np.float64))
@@ -267,9 +282,10 @@ def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> 
         raise ValueError(f"the grader returned no dict with the rewards {', '.join(keys)}, or one too large to send")
     found: dict[str, float] = {}
     for key in keys:
-        value = details.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"the reward {key!r} is {value!r:.100}, not a finite number")
+        value: Any = details.get(key)
+        problem = reward_problem(value) if isinstance(value, int | float) else "not a finite number"
+        if problem is not None:
+            raise ValueError(f"the reward {key!r} is {value!r:.100}, {problem}")
         found[key] = float(value)
     return found
 

@@ -33,6 +33,7 @@ from runtime.bus.scoring import ScoreInbox
 from runtime.settings.tables.reward import RewardPer, SampleField
 from runtime.settings.topology import TOKEN_REWARDS
 from runtime.util.formatting import count_of
+from runtime.util.rewards import reward_problem
 
 log = structlog.get_logger()
 
@@ -41,6 +42,10 @@ REPEAT_S = 5.0  # the bus refuses the repetition while the request is queued or 
 WITHDRAW_S = 1.0  # for removing an unanswered request, also at the end of the actor
 MAX_LOSSES = 3  # of one request; then the run's own actors grade it, or its samples fail
 REPORTED_LOSSES = 5  # of one grader; reported at this number, and each time it has doubled
+
+
+class NotGraded(ValueError):
+    """The grader gave a text of a generate function no reward."""
 
 
 class Scorer:
@@ -291,6 +296,12 @@ class SampleScoring:
         column: dict[str, int] = {}
         if score.token_rewards is not UNSET:
             score = with_sum(score, sample.buffer.num_tokens, allowed=self._per != "sample")
+        elif score.reward is not None and (problem := reward_problem(score.reward)) is not None:
+            error = f"returned {score.reward}, {problem}"
+            score = msgspec.structs.replace(score, reward=None, error=error, cause="bad_answer")
+        if score.cause == "bad_answer":
+            where = f"{self._task.prompt.rm_type or 'the grader'} on sample {sample.index}"
+            score = msgspec.structs.replace(score, error=f"{where}: {score.error}")
         if score.token_rewards is not UNSET and self._task.store and not sample.is_baseline:
             key = SampleKey(
                 group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index, part=sample.part
@@ -332,7 +343,8 @@ async def grade_text(scorer: Scorer, task: GroupTask, index: int, text: str, pro
         prompt: as the grader sees it; None: the row's.
 
     Raises:
-        ValueError: the grader gave no reward, or grades whole groups.
+        NotGraded: the grader gave no reward.
+        ValueError: it grades whole groups.
     """
     if task.group_rm:
         raise ValueError("reward.group_rm: the grader grades whole groups")
@@ -340,7 +352,7 @@ async def grade_text(scorer: Scorer, task: GroupTask, index: int, text: str, pro
     item = _item(task, sample, ())
     (score,) = await scorer.score(task, [item if prompt is None else msgspec.structs.replace(item, prompt=prompt)])
     if score.reward is None:
-        raise ValueError(f"the grader gave no reward: {score.error}")
+        raise NotGraded(f"the grader gave no reward: {score.error}")
     return score.reward
 
 

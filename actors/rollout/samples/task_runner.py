@@ -13,9 +13,10 @@ import anyio
 import structlog
 
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
+from actors.rollout.samples.conversation import FunctionFailed, GenerateFunction
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from actors.rollout.samples.evaluation_function import SetEvaluation
+from actors.rollout.samples.function_outcomes import FunctionOutcomes, traceback_of
 from actors.rollout.samples.generate_function import KeyedFunction
 from actors.rollout.samples.group import GroupRun
 from actors.rollout.samples.must_end import GiveUp
@@ -31,13 +32,11 @@ from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import prompts_of_set, with_prompt
 from runtime.process.actor import InputError
-from runtime.process.user_tracebacks import UserTracebacks
 from runtime.settings.derived import eval_request, needs_baseline
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from runtime.util.formatting import count_of
-from runtime.util.tracebacks import user_frames, user_traceback
 
 log = structlog.get_logger()
 
@@ -70,7 +69,7 @@ class TaskRunner:
         engines = topology.engines[pool]
         self._topology = topology
         self._bus = bus
-        self._tracebacks = UserTracebacks(bus)
+        self.outcomes = FunctionOutcomes(bus)
         self._pool = pool
         self._target = target
         self._ack_wait_s = ack_wait_s
@@ -241,8 +240,8 @@ class TaskRunner:
     async def _show(self, errors: BaseException) -> None:
         """Publish the tracebacks of users' functions."""
         for error in flatten(errors):
-            if isinstance(error, FunctionRaised) and error.__cause__ is not None and user_frames(error.__cause__):
-                await self._tracebacks.publish(str(error).partition(":")[0], user_traceback(error.__cause__))
+            if isinstance(error, FunctionFailed):
+                await self.outcomes.tracebacks.publish(str(error).partition(":")[0], traceback_of(error))
 
     async def spill_long_runs(self) -> None:
         """Make each long-running group spill its segments once per `spill_every_s`."""
@@ -387,7 +386,7 @@ class TaskRunner:
                 del self._evaluations[task.step, task.set]
         await self._stay_given_up(delivery)
         if evaluation is not None:
-            await self._tracebacks.publish(key, evaluation.traceback)
+            await self.outcomes.tracebacks.publish(key, evaluation.traceback)
         await self._publish_set(task, evaluation, failed)
 
     async def _publish_set(self, task: EvalSetRequested, evaluation: SetEvaluation | None, failed: str) -> None:

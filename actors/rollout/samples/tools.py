@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from actors.rollout.pools.answering import AnsweringPool, AnsweringPools
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
-from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import EvaluationFunction
-from actors.rollout.samples.failures import FailurePolicy
-from actors.rollout.samples.generate_function import KEY, KeyedFunction
+from actors.rollout.samples.failures import Action, FailurePolicy
+from actors.rollout.samples.function_outcomes import FunctionOutcomes
+from actors.rollout.samples.generate_function import KeyedFunction
 from actors.rollout.samples.rollout_function import RolloutCalls, RolloutFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
@@ -26,13 +27,15 @@ class GroupDependencies:
     scorer: Scorer
     batch_requests: bool
     seed: int  # run.seed
-    custom_generate: GenerateFunction | None  # user-defined function in place of one request per sample
+    custom_generate: KeyedFunction | None  # user-defined function in place of one request per sample
     model: ServedModel  # checks and encodes the input between turns
     policy: FailurePolicy  # what a sample does whose score failed
+    outcomes: FunctionOutcomes  # of the calls of generate functions
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
     eval_generate: Mapping[str, KeyedFunction] = field(default_factory=dict[str, KeyedFunction])  # by set
     eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
+    on_exception: Action = "drop_sample"  # what a training sample does whose generate function failed
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     rollout_calls: RolloutCalls = field(default_factory=RolloutCalls)  # of that function
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
@@ -43,8 +46,7 @@ class GroupDependencies:
 
     def generate_function(self, eval_set: str | None) -> KeyedFunction | None:
         """The function of training samples (None), or that of an evaluation set."""
-        default = None if self.custom_generate is None else KeyedFunction(KEY, self.custom_generate)
-        return default if eval_set is None else self.eval_generate.get(eval_set, default)
+        return self.eval_generate.get(eval_set or "", self.custom_generate)
 
     def rollout_function(self, eval_set: str | None) -> RolloutFunction | None:
         """The function for all samples of a group. Evaluation sets with a function of their own have none."""

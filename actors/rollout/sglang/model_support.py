@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
+from runtime.models.directory import CONFIG, read_json
 from runtime.models.experts import Qwen3MoeKeys
 from runtime.models.fp8 import BLOCK, is_quantized
 from runtime.settings.tables.engines import EngineConfig
@@ -32,8 +31,7 @@ def dense_layers_refusal(directory: Path) -> str:
     Args:
         directory: of the model, whose config.json makes some layers dense.
     """
-    config = directory / "config.json"
-    keys = msgspec.json.decode(config.read_bytes(), type=Qwen3MoeKeys)
+    config, keys = directory / CONFIG, read_json(directory, CONFIG, Qwen3MoeKeys)
     if keys.mlp_only_layers:
         found, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
     else:

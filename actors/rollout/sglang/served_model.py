@@ -14,11 +14,19 @@ from numpy.typing import NDArray
 
 from messages import SamplingParams
 from runtime.data.tokens import id_problem
+from runtime.models.directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    has_file,
+    open_tokenizer,
+    read_json,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER: Final = "tokenizer.json"
 ALSO_ENDS: Final = ("<|eom_id|>",)  # SGLang ends answers at these too, if they are among the tokenizer's added tokens
 MAX_STOPS: Final = 32  # stop strings per request; SGLang refuses more
 Ids = int | tuple[int, ...] | None
@@ -59,13 +67,12 @@ class ServedModel:
         Raises:
             OSError, ValueError: the config is missing or has no vocabulary size.
         """
-        file = directory / "config.json"
-        config = _read(file, _Config)
+        config = read_json(directory, CONFIG, _Config)
         vocab_size = config.vocab_size or (config.text_config and config.text_config.vocab_size)
         if not vocab_size:
-            raise ValueError(f"{file}: vocab_size is missing")
-        generation = directory / "generation_config.json"
-        also = _read(generation, _GenerationConfig).eos_token_id if generation.is_file() else None
+            raise ValueError(f"{directory / CONFIG}: vocab_size is missing")
+        has_generation = has_file(directory, GENERATION_CONFIG)
+        also = read_json(directory, GENERATION_CONFIG, _GenerationConfig).eos_token_id if has_generation else None
         return cls(directory, vocab_size, _ids(config.eos_token_id) | _ids(also))
 
     @property
@@ -127,7 +134,7 @@ class ServedModel:
         Raises:
             ValueError: the tokenizer cannot be read.
         """
-        if not (self._directory / TOKENIZER).is_file():
+        if not has_file(self._directory, TOKENIZER):
             return {}
         return self._tokenizer().get_vocab(with_added_tokens=True)
 
@@ -140,15 +147,18 @@ class ServedModel:
         own = self.tokens()
         return own == other.tokens() and (bool(own) or self.vocab_size == other.vocab_size)
 
-    def check_stop(self, texts: Sequence[str]) -> None:
+    def check_stop(self, texts: Sequence[Any]) -> None:
         """Check that an engine can search for these stop strings.
 
         Raises:
-            ValueError: one cannot be encoded, or there are too many.
+            ValueError: one is no text, is empty or cannot be encoded, or there are too many.
         """
         if len(texts) > MAX_STOPS:
             raise ValueError(f"{len(texts)} stop texts; SGLang takes at most {MAX_STOPS}")
         for text in texts:
+            if not isinstance(text, str) or not text:
+                why = "an empty one ends each response at its first token" if text == "" else "it is no text"
+                raise ValueError(f"stop text {text!r:.100}: {why}; leave it out, or write a text")
             self.encode(text)
 
     def end_in(self, ids: NDArray[np.int32], params: SamplingParams) -> int | str | None:
@@ -173,29 +183,19 @@ class ServedModel:
 
     def _tokenizer(self) -> "tokenizers.Tokenizer":
         if self._loaded is None:
-            import tokenizers
-
-            file = self._directory / TOKENIZER
-            if not file.is_file():
-                raise ValueError(f"{file}: no such file, and texts need a tokenizer")
-            self._loaded = tokenizers.Tokenizer.from_file(str(file))
+            if not has_file(self._directory, TOKENIZER):
+                raise ValueError(f"{self._directory / TOKENIZER}: no such file, and texts need a tokenizer")
+            self._loaded = open_tokenizer(self._directory)
         return self._loaded
 
     def _tokenizer_end_ids(self) -> frozenset[int]:
-        config = self._directory / "tokenizer_config.json"
-        if not (self._directory / TOKENIZER).is_file():
+        if not has_file(self._directory, TOKENIZER):
             return frozenset()
-        named = _read(config, _TokenizerConfig).eos_token if config.is_file() else None
+        has_config = has_file(self._directory, TOKENIZER_CONFIG)
+        named = read_json(self._directory, TOKENIZER_CONFIG, _TokenizerConfig).eos_token if has_config else None
         texts = {*ALSO_ENDS, named.content if isinstance(named, _EndToken) else named}
         ids = (self._tokenizer().token_to_id(text) for text in texts if text)
         return frozenset(token for token in ids if token is not None)
-
-
-def _read(file: Path, struct: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=struct)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def _ids(value: Ids) -> frozenset[int]:

@@ -19,13 +19,14 @@ import msgspec
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import sglang_arguments
-from runtime.util.files import write_atomically
+from runtime.util.files import user_cache, write_atomically
 
 LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # passes the run's API key to servers
 FOREIGN: Final = {"PYTHONSAFEPATH": "1"}  # like -P, for interpreters too old for that option
 TRIED_VERSIONS: Final = ("0.5.23",)  # SGLang versions that tests/sglang runs against
 CLOSE: Final = 0.6  # minimum similarity for "did you mean"
 IDENTITY_TIMEOUT_S: Final = 60.0
+CACHE: Final = "server-arguments"  # of the user
 DESCRIBE_TIMEOUT_S: Final = 300.0  # imports torch and the whole server: 30 s on a loaded machine
 SHOWN_CHOICES: Final = 12
 IDENTITY: Final = """
@@ -67,7 +68,7 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
     """
     python = engine.python or sys.executable
     try:
-        server = ask(python, engine.env, cache or user_cache())
+        server = ask(python, engine.env, cache or user_cache(CACHE))
     except ArgumentsUnknown as error:
         yield Problem.of(f"{key}.python", python, f"the arguments of this SGLang cannot be read: {error}")
         return
@@ -99,11 +100,6 @@ def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
     except OSError:  # without a writable cache each start takes half a minute longer, but works
         pass
     return server
-
-
-def user_cache() -> Path:
-    """Return the user's cache directory for server arguments."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "physarum" / "server-arguments"
 
 
 def _output_of(python: str, env: Mapping[str, str], *words: str, timeout_s: float) -> str:

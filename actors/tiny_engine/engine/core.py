@@ -12,6 +12,7 @@ from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.forward import Weights
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import ModelDescription, ModelError, read_model
+from runtime.models.directory import CONFIG, has_file
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
 
@@ -119,8 +120,8 @@ class Core:
 
     def _check_same_model(self, directory: Path) -> None:
         """Compare the config.json of new weights, if there is one, with this engine's model."""
-        if (directory / "config.json").is_file() and read_model(directory).shape != self._model.shape:
-            raise ModelError(f"{directory / 'config.json'}: describes another model than the engine was started with")
+        if has_file(directory, CONFIG) and read_model(directory).shape != self._model.shape:
+            raise ModelError(f"{directory / CONFIG}: describes another model than the engine was started with")
 
     def checksums(self, skip: Collection[str]) -> dict[str, str]:
         """Hash the fused tensors by name, except names that contain one of the texts in `skip`.

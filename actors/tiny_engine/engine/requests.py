@@ -30,7 +30,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     """Stop conditions of a request."""
 
     limit: int  # maximum number of generated tokens
-    floor: int = 0  # tokens generated before `token_ids` and `texts` count
+    floor: int = 0  # tokens generated before `token_ids` count; a text ends before it too, as in SGLang
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
     window: int = 0  # number of last tokens that are searched for `texts`

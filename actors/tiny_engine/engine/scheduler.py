@@ -195,12 +195,10 @@ class Scheduler:
         stopping, length = request.stopping, len(request.output_ids)
         if request.aborted:
             return RUNNING_ABORT  # even if the token is a stop token
-        if length >= max(stopping.floor, 1):
-            text = self._matched_text(request) if stopping.texts else None
-            if text is not None:
-                return Finish(type="stop", matched=text)
-            if token in stopping.token_ids:
-                return Finish(type="stop", matched=token)
+        if length and stopping.texts and (text := self._matched_text(request)) is not None:
+            return Finish(type="stop", matched=text)
+        if length >= max(stopping.floor, 1) and token in stopping.token_ids:
+            return Finish(type="stop", matched=token)
         return Finish(type="length") if length >= stopping.limit else None
 
     def _matched_text(self, request: Request) -> str | None:

@@ -191,7 +191,7 @@ class CallReader:
             limit=min(room - KEPT_OF_RESPONSE, DEFAULT_NEW_TOKENS if wanted is None else wanted),
             floor=params.min_new_tokens,
             token_ids=frozenset() if params.ignore_eos else own | limits.eos_token_ids,
-            texts=tuple(text for text in texts if text),
+            texts=tuple(texts),  # an empty one ends at the first token, as in SGLang
             window=self._window(texts),
         )
 

@@ -16,9 +16,8 @@ from actors.tiny_engine.http.api import Call, CallReader, Job
 from actors.tiny_engine.http.bodies import OneOrMany, decode_body
 from actors.tiny_engine.http.rendering import Progress, rendered_text
 from actors.tiny_engine.model.text import Text
+from runtime.models.directory import CHAT_TEMPLATE, TOKENIZER_CONFIG, has_file, read_json, read_text
 
-CONFIG: Final = "tokenizer_config.json"
-TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")  # that templates may name
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -58,9 +57,9 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate | None":
         """Load the template of a model directory if it has one."""
-        file, config = directory / TEMPLATE_FILE, directory / CONFIG
-        found: dict[str, Any] = msgspec.json.decode(config.read_bytes()) if config.is_file() else {}
-        source = file.read_text() if file.is_file() else found.get("chat_template")
+        has_config, has_file_of_its_own = has_file(directory, TOKENIZER_CONFIG), has_file(directory, CHAT_TEMPLATE)
+        found: dict[str, Any] = read_json(directory, TOKENIZER_CONFIG, dict[str, Any]) if has_config else {}
+        source = read_text(directory, CHAT_TEMPLATE) if has_file_of_its_own else found.get("chat_template")
         if not isinstance(source, str):
             return None
         tokens = {name: found[name] for name in TOKENS if found.get(name) is not None}

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+from runtime.models.directory import TOKENIZER, has_file, open_tokenizer
 
-from runtime.models.config import ModelError
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Text:
     """A fast tokenizer. Safe to share between threads."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
 
     @classmethod
@@ -21,13 +23,7 @@ class Text:
         Raises:
             ModelError: the file cannot be parsed.
         """
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            return None
-        try:
-            return cls(Tokenizer.from_file(str(file)))
-        except Exception as error:  # the binding raises bare Exception for any fault of the file
-            raise ModelError(f"{file}: {error}") from error
+        return cls(open_tokenizer(directory)) if has_file(directory, TOKENIZER) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text, by default with the special tokens that its post-processor adds."""

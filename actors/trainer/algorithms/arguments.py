@@ -1,5 +1,6 @@
 """Checks of arguments that the functions of this package share. A wrong name or shape is never guessed."""
 
+from collections.abc import Collection
 from typing import Any, get_args
 
 import numpy as np
@@ -14,8 +15,17 @@ def check_choice(name: str, value: object, allowed: Any) -> None:
     Raises:
         ValueError: It names the argument, the value and what is allowed.
     """
-    if value not in get_args(allowed):
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, get_args(allowed)))}")
+    check_name(name, value, get_args(allowed))
+
+
+def check_name(name: str, value: object, allowed: Collection[object]) -> None:
+    """Refuse a value that is not one of several.
+
+    Raises:
+        ValueError: It names the argument, the value and what is allowed.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def check_shape(name: str, values: Any, like: Any) -> None:

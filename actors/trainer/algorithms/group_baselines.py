@@ -323,7 +323,7 @@ def passk_advantages(
     return votes.alone(rewards, advantages, group_of_one)
 
 
-def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, *, baseline: bool = True) -> Floats:
+def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, *, normalize: bool = True) -> Floats:
     """REINFORCE: subtract the mean reward of the batch, or nothing.
 
     reward - mean over all rollouts of the batch, or the reward.
@@ -331,19 +331,19 @@ def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, 
     Args:
         rewards: [B], reward units.
         rollouts: [B], integers or texts, equal for the parts of one rollout.
-        baseline: Subtract the mean over the batch's rollouts. False returns the rewards themselves.
+        normalize: Subtract the mean over the batch's rollouts. False returns the rewards themselves.
 
     Returns:
-        Advantages, [B], float64: exactly 0 where all rewards are equal and the baseline is subtracted.
+        Advantages, [B], float64: exactly 0 where all rewards are equal and the mean is subtracted.
 
     Edges:
-        One rollout: 0 with the baseline, its reward without.
+        One rollout: 0 where the mean is subtracted, else its reward.
 
     Source:
         Williams, Simple statistical gradient-following algorithms, 1992.
     """
     groups = np.zeros(len(floats("rewards", rewards)), dtype=np.int64)
-    return grpo_advantages(rewards, groups, rollouts, normalize=baseline, normalize_std=False)
+    return grpo_advantages(rewards, groups, rollouts, normalize=normalize, normalize_std=False)
 
 
 def gdpo_advantages(

@@ -16,17 +16,57 @@ Example:
     ```
 """
 
-from typing import Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.arguments import check_choice, check_shape
+from actors.trainer.algorithms.arguments import check_name, check_shape
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, bounded
 
-KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k3+"]
+KlEstimator = str  # one of FORMS
 
 LOW_VAR_KL_LIMIT: Final = 10.0  # nats
+
+
+def _k1(d: Tensor, max_log_ratio: float) -> Tensor:
+    del max_log_ratio
+    return d
+
+
+def _k2(d: Tensor, max_log_ratio: float) -> Tensor:
+    del max_log_ratio
+    return d.square() / 2
+
+
+def _k3(d: Tensor, max_log_ratio: float) -> Tensor:
+    d = bounded(d, max_log_ratio)
+    return torch.exp(-d) - 1 + d
+
+
+def _k1_plus(d: Tensor, max_log_ratio: float) -> Tensor:
+    return _straight_through(d, _k2(d, max_log_ratio))
+
+
+def _k3_plus(d: Tensor, max_log_ratio: float) -> Tensor:
+    return _straight_through(_k3(d, max_log_ratio).clamp(max=LOW_VAR_KL_LIMIT), _k2(d, max_log_ratio))
+
+
+def _straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """Return a value with the gradient of another one."""
+    return value.detach() + (gradient - gradient.detach())
+
+
+FORMS: Final[Mapping[str, Callable[[Tensor, float], Tensor]]] = {  # by the type of algorithm.kl, of d and max_log_ratio
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "low_var_kl": _k3,  # limited below, after the factor
+    "k1+": _k1_plus,
+    "k3+": _k3_plus,
+}
+EXPONENTIAL: Final = ("k3", "low_var_kl", "k3+")  # limit d
 
 
 def kl_divergence(
@@ -41,7 +81,8 @@ def kl_divergence(
 
     With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, and low_var_kl = k3 clamped to
     10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative. "k3+" has the value of low_var_kl,
-    which verl calls k3, and the gradient of k2, which is an unbiased gradient of the divergence.
+    which verl calls k3, and the gradient of k2, which is an unbiased gradient of the divergence. So has "k1+", with the
+    value of k1.
 
     With old log-probs the estimate is multiplied by exp(log_probs - old_log_probs), with its gradient: then estimate
     and gradient are unbiased for tokens that the old policy sampled.
@@ -49,7 +90,7 @@ def kl_divergence(
     Args:
         log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
-        estimator: k1, k2, k3, low_var_kl or k3+.
+        estimator: k1, k2, k3, low_var_kl, k1+ or k3+.
         old_log_probs: [M], of the old policy. None: no factor.
         max_log_ratio: Limit in nats of the log-ratios that are exponentiated, as in the policy loss.
 
@@ -58,22 +99,22 @@ def kl_divergence(
 
     Edges:
         k3, low_var_kl and k3+ limit d to +-max_log_ratio before the exponential, and beyond it k3 and low_var_kl have
-        no gradient. low_var_kl is limited to +-10 after the factor, the value of k3+ before it. k1, k2 and the gradient
-        of k3+ are not limited. Equal log-probs give 0. slime does not limit d.
+        no gradient. low_var_kl is limited to +-10 after the factor, the value of k3+ before it. k1, k2, k1+ and the
+        gradient of k3+ are not limited. Equal log-probs give 0. slime does not limit d.
 
     Raises:
         ValueError: The estimator is unknown, or the shapes differ.
 
     Source:
         Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime. The factor:
-        DeepSeek-V3.2, arXiv 2512.02556, as in slime. k3+: verl. NeMo-RL's k3 is low_var_kl with
+        DeepSeek-V3.2, arXiv 2512.02556, as in slime. k1+ and k3+: verl. NeMo-RL's k3 is low_var_kl with
         old_log_probs = log_probs.detach().
     """
-    check_choice("estimator", estimator, KlEstimator)
+    check_name("estimator", estimator, FORMS)
     check_shape("ref_log_probs", ref_log_probs, log_probs)
     if old_log_probs is not None:
         check_shape("old_log_probs", old_log_probs, log_probs)
-    found = _estimated(log_probs - ref_log_probs, estimator, max_log_ratio)
+    found = FORMS[estimator](log_probs - ref_log_probs, max_log_ratio)
     if old_log_probs is not None:
         found = torch.exp(bounded(log_probs - old_log_probs, max_log_ratio)) * found
     return found.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if estimator == "low_var_kl" else found
@@ -89,7 +130,7 @@ def kl_clamped(
     Args:
         log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
-        estimator: k1 and k2 have no limit.
+        estimator: k1, k2 and k1+ have no limit.
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
@@ -104,22 +145,11 @@ def kl_clamped(
     Source:
         The limits are those of `kl_divergence`.
     """
-    check_choice("estimator", estimator, KlEstimator)
+    check_name("estimator", estimator, FORMS)
     difference = (log_probs - ref_log_probs).detach()
-    if estimator in ("k1", "k2"):
+    if estimator not in EXPONENTIAL:
         return torch.zeros_like(difference)
     limited = difference.abs() > max_log_ratio
     if estimator != "k3":
-        limited |= _estimated(difference, "k3", max_log_ratio) > LOW_VAR_KL_LIMIT
+        limited |= _k3(difference, max_log_ratio) > LOW_VAR_KL_LIMIT
     return limited.to(difference.dtype)
-
-
-def _estimated(difference: Tensor, estimator: KlEstimator, max_log_ratio: float) -> Tensor:
-    k2 = difference.square() / 2
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return k2
-    difference = bounded(difference, max_log_ratio)
-    k3 = torch.exp(-difference) - 1 + difference
-    return k3.detach().clamp(max=LOW_VAR_KL_LIMIT) + (k2 - k2.detach()) if estimator == "k3+" else k3

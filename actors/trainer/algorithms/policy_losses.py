@@ -32,7 +32,9 @@ Example:
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -505,3 +507,18 @@ def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, max_log_ratio: float) ->
 def _clamped(log_ratios: Tensor, max_log_ratio: float) -> Tensor:
     """Return 1 where a log-ratio is beyond its limit."""
     return (log_ratios.abs() > max_log_ratio).to(log_ratios.dtype)
+
+
+LOSSES: Final[Mapping[str, Callable[..., Terms]]] = {  # by the type of algorithm.loss, whose keys are the arguments
+    "ppo": ppo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "dppo_tv": partial(dppo_loss, divergence="tv"),
+    "dppo_kl": partial(dppo_loss, divergence="kl"),
+    "prime_rl": prime_rl_loss,
+    "prime_rl_ipo": prime_rl_ipo_loss,
+    "sapo": sapo_loss,
+    "gmpo": gmpo_loss,
+    "decoupled_ppo": decoupled_ppo_loss,
+    "gpg": gpg_loss,
+}

@@ -18,15 +18,15 @@ Example:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from actors.trainer.algorithms.arguments import Floats, check_choice, floats, group_numbers
-from runtime.settings.tables.algorithm import AggMode
 
 Ints = NDArray[np.int64]
+AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)

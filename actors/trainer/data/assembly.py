@@ -329,13 +329,15 @@ class _Builder:
         widths = {routed.shape[1] for routed in known}
         if len(widths) > 1:
             raise ValueError(
-                f"step {self._step}: tokens have {sorted(widths)} routed experts; "
+                f"step {self._step + 1}: tokens have {sorted(widths)} routed experts; "
                 "all tokens of a model have the same number"
             )
         (width,) = widths
         lowest, highest = min(int(routed.min()) for routed in known), max(int(routed.max()) for routed in known)
         if lowest < NOT_KNOWN or highest > np.iinfo(np.int16).max:
-            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}, beyond an int16")
+            raise ValueError(
+                f"step {self._step + 1}: routed experts are numbered {lowest} to {highest}, beyond an int16"
+            )
         return np.concatenate(
             [
                 expert_ids(

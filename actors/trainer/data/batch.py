@@ -98,12 +98,14 @@ class TrainBatch:
         for suffix, size in (("_B", len(self.lengths_B)), ("_N", int(self.lengths_B.sum()))):
             wrong = {name: length for name, length in lengths.items() if name.endswith(suffix) and length != size}
             if wrong:
-                raise ValueError(f"step {self.step}: expected {size} entries, got {wrong}")
+                raise ValueError(f"step {self.step + 1}: expected {size} entries, got {wrong}")
         num_kept = 0 if self.kept_counts_N is None else int(self.kept_counts_N.sum())
         if num_kept != lengths.get("kept_ids_K", 0):
-            raise ValueError(f"step {self.step}: {num_kept} kept tokens, got the ids of {lengths.get('kept_ids_K', 0)}")
+            raise ValueError(
+                f"step {self.step + 1}: {num_kept} kept tokens, got the ids of {lengths.get('kept_ids_K', 0)}"
+            )
         if not lengths["lengths_B"]:
-            raise ValueError(f"step {self.step}: the batch has no samples")
+            raise ValueError(f"step {self.step + 1}: the batch has no samples")
 
     @cached_property
     def starts_B(self) -> Ints:

@@ -9,6 +9,7 @@ from actors.trainer.data.skipped import SamplePlace
 from messages import ColumnPublished, GroupCompleted, SampleSummary, Segment
 from runtime.data.tokens import given_log_prob_problem, topk_problem
 from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
+from runtime.util.rewards import first_wrong
 
 Columns = Mapping[int, ColumnPublished]  # by sequence in the data stream
 
@@ -52,8 +53,8 @@ def column_problem(
         if len(found.values) != (length := column_length(segments)):
             return f"it has {len(found.values)} {name} for {length} tokens"
         if name == TOKEN_REWARDS:
-            if not np.isfinite(found.values).all():
-                return f"{name}: one is not a finite number"
+            if (place := first_wrong(np.asarray(found.values))) is not None:
+                return f"{name}: that of token {place} is {found.values[place]}"
             continue
         if (problem := given_log_prob_problem(np.asarray(found.values))) is not None:
             return f"{name}: {problem}"
@@ -67,7 +68,7 @@ def _topk_problem(found: ColumnPublished, topk: int, vocab_size: int | None) -> 
     ids, log_probs, needed = found.topk_ids, found.topk_log_probs, topk * len(found.values)
     if ids is None or log_probs is None or not len(ids) == len(log_probs) == needed:
         sizes = [0 if part is None else len(part) for part in (ids, log_probs)]
-        return f"{sizes[0]} top-k ids and {sizes[1]} log-probs, not {needed} (algorithm.distillation_topk = {topk})"
+        return f"{sizes[0]} top-k ids and {sizes[1]} log-probs, not {needed} (algorithm.opd.distillation.topk = {topk})"
     return topk_problem(np.asarray(ids).reshape(-1, topk), np.asarray(log_probs).reshape(-1, topk), vocab_size)
 
 

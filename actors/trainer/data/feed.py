@@ -1,5 +1,6 @@
 """Trainer's log reader: follows the log and prefetches the payloads of the next batch."""
 
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ class Feed:
         """
         self.history = History()
         self.caught_up = anyio.Event()  # set once everything in the log at the start is folded
+        self.start = uuid.uuid4().hex  # id of this trainer's start
         self._bus = bus
         self._masking = masking
         self._limit = limit
@@ -118,7 +120,6 @@ class Feed:
         self._prefetch: MemoryObjectSendStream[int] | None = None
         self._own_start: TrainerStarted | None = None
         self._own_start_seq = 0
-        self._starts: dict[tuple[int, str], int] = {}  # first log sequence of each start; it may be stored again later
 
     async def run(self) -> None:
         """Follow the log until cancelled.
@@ -161,8 +162,8 @@ class Feed:
                 with suppress(anyio.WouldBlock):
                     self._prefetch.send_nowait(seq)
             case TrainerStarted():
-                self._starts.setdefault((event.incarnation, event.start), seq)
                 self._check_fence()
+                await self.tell()
             case _:
                 pass
 
@@ -171,22 +172,25 @@ class Feed:
         async with self._changed:
             self._changed.notify_all()
 
-    def started(self, event: TrainerStarted, seq: int) -> None:
-        """Record which event announced this trainer.
+    async def started(self, event: TrainerStarted, seq: int) -> None:
+        """Record which event announced this trainer, and wait until the log is folded up to it.
+
+        Before this event a replaced trainer may have written facts that count; after it, none of them does.
 
         Raises:
-            Fenced: Another trainer started after this one.
+            Fenced: Another trainer replaced this one.
         """
         self._own_start, self._own_start_seq = event, seq
         self._check_fence()
+        await self.until(lambda: self.history.last_seq >= seq)
 
     def _check_fence(self) -> None:
-        own, own_seq = self._own_start, self._own_start_seq
-        if own is None:
-            return
-        for (incarnation, start), seq in self._starts.items():
-            if seq > own_seq and incarnation >= own.incarnation and start != own.start:
-                raise Fenced(f"another trainer started at event {seq}, after this one at event {own_seq}")
+        own, seq = self._own_start, self._own_start_seq
+        if own is not None and self.history.last_seq >= seq and self.history.is_replaced(own):
+            newest = self.history.incarnation
+            raise Fenced(
+                f"trainer incarnation {newest} replaced this one, incarnation {own.incarnation} at event {seq}"
+            )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait without a timeout for a condition on batches, groups, losses, refusals or checkpoint requests."""

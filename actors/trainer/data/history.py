@@ -67,11 +67,14 @@ class History:
         self.current_phase: CurrentPhase | None = None  # colocation: which side has the GPUs; not in snapshots
         self.requested_step = 0  # newest step of a requested checkpoint
         self._steps = Steps(
+            incarnation=ledger.incarnation,
             round=ledger.round,
             taken_back=ledger.taken_back,
+            lost=dict(ledger.lost),
             batches={step: msgspec.structs.replace(batch) for step, batch in ledger.batches.items()},
             trained_steps=ledger.trained_steps,
             trainer_incarnation=ledger.trainer_incarnation,
+            trainer_starts=ledger.trainer_starts,
             checkpoint_step=ledger.checkpoint_step,
             gathered=ledger.gathered,
         )
@@ -114,6 +117,10 @@ class History:
         """Highest trainer incarnation seen."""
         return self._steps.trainer_incarnation
 
+    def is_replaced(self, started: TrainerStarted) -> bool:
+        """Whether another trainer started after this one."""
+        return self._steps.is_replaced(started)
+
     def fold(self, event: Message, seq: int) -> tuple[StepChange, ...]:
         """Apply the event at a log sequence, in log order. Return its changes to batches."""
         if seq <= self._covered and not (isinstance(event, GroupCompleted) and seq in self._cited):
@@ -126,21 +133,21 @@ class History:
         match event:
             case GroupCompleted():
                 self._complete(event, seq)
-            case BufferStarted():
-                self._verdicts = event.verdicts
+            case BufferStarted() if event.incarnation > self._steps.incarnation:
+                self._steps.incarnation, self._verdicts = event.incarnation, event.verdicts
                 self.kept |= dict.fromkeys(() if event.verdicts else self.completed)
             case BatchReady():
                 batch = self._steps.gather(event)
-                if batch is not None and self._steps.takes_batch(batch.step):
+                if batch is not None and self._steps.takes_batch(batch):
                     self._steps.make(batch.step, Batch(groups=batch.groups))
                     self.settle(self.settled)
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():
                 self.version = max(self.version, event.version)  # also of a replaced trainer: numbers are never reused
-                if not self._steps.is_replaced(event.incarnation):
+                if not self._steps.is_replaced(event):
                     self.steps_of_versions[event.version] = event.step
-            case PhaseChanged():
+            case PhaseChanged() if not self._steps.is_replaced(event):
                 self.current_phase = fold_phase(self.current_phase, event, seq)
             case WeightsApplied():
                 self.confirmed = max(self.confirmed, event.version)
@@ -157,7 +164,7 @@ class History:
         changes = advance(self._steps, event)
         for change in changes:
             self._end(lost_by(change))
-        if isinstance(event, CheckpointSaved) and not self._steps.is_replaced(event.incarnation):
+        if isinstance(event, CheckpointSaved) and not self._steps.is_replaced(event):
             self.settled = max(self.settled, event.oldest_step)
             for step in before.keys() - self.batches.keys():
                 self._forget(ref.group_id for ref in before[step].groups)

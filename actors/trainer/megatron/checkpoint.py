@@ -320,7 +320,8 @@ def _random_states() -> list[torch.Tensor]:
 
 def _saved_values(path: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint."""
-    plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
+    with reading(path):
+        plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
     if "optimizer_steps" not in plain and CRITIC not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
     return plain

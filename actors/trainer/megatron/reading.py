@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from runtime.util.files import path_inside
 
 INDEX: Final = ".metadata"
+MAX_REASON: Final = 200  # characters of a library's error
 COMMON: Final = "common.pt"
 _BLOCKED: Final = re.compile(r"GLOBAL (\S+)")
 _TORCH: Final = "torch.distributed.checkpoint"
@@ -45,7 +46,7 @@ OF_AN_INDEX: Final = {
 
 
 class UnsafeCheckpoint(ValueError):
-    """A checkpoint file names a type that no checkpoint needs, or a file elsewhere. The text says which."""
+    """A checkpoint is damaged, or names a type that no checkpoint needs, or a file elsewhere. The text says which."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -106,19 +107,29 @@ class CheckedReader(FileSystemReader):
 
 @contextmanager
 def reading(directory: Path) -> Generator[None]:
-    """Check a checkpoint's index before the block reads it. A CheckpointException becomes the error of a rank.
+    """Check a checkpoint's index before the block reads it. Any error of the block gets the directory's name.
 
     Raises:
-        UnsafeCheckpoint: The index names a type that no checkpoint needs, or files elsewhere.
+        UnsafeCheckpoint: The checkpoint is damaged, or its index names a type that none needs, or files elsewhere.
         OSError: The checkpoint cannot be read.
     """
     read_index(directory)
     try:
         yield
-    except CheckpointException as error:
-        raise next(
-            (found for found, _ in error.failures.values() if isinstance(found, ValueError | OSError)), error
-        ) from error
+    except (OSError, UnsafeCheckpoint):
+        raise
+    except CheckpointException as error:  # of torch, with the errors of all ranks; no Exception
+        found = [each for each, _ in error.failures.values()]
+        plain = next((each for each in found if isinstance(each, OSError | UnsafeCheckpoint)), None)
+        raise plain or _damaged(directory, found[0] if found else error) from error
+    except Exception as error:  # a damaged file can raise anything
+        raise _damaged(directory, error) from error
+
+
+def _damaged(place: Path | str, error: BaseException) -> UnsafeCheckpoint:
+    lines = str(error).splitlines()
+    reason = f"{type(error).__name__}: {lines[0][:MAX_REASON]}" if lines else type(error).__name__
+    return UnsafeCheckpoint(f"{place} is damaged, or another version wrote it: {reason}")
 
 
 def checked_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> CheckedReader:
@@ -148,9 +159,13 @@ def _plain(file: Path | io.BytesIO, name: str) -> Any:
     """Load tensors and plain values only."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
     except pickle.UnpicklingError as error:
         found = _BLOCKED.search(str(error))
         what = f"names {found[1]}" if found else "cannot be unpickled"
         raise UnsafeCheckpoint(
             f"{name} {what}, which is neither a tensor nor a plain value; it was not loaded"
         ) from error
+    except Exception as error:  # a damaged file can raise anything
+        raise _damaged(name, error) from error

@@ -4,7 +4,6 @@ A `WeightSource` returns full tensors, or one rank's shard of them.
 """
 
 import hashlib
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,17 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
 from runtime.models.config import ARCHITECTURES
+from runtime.models.directory import (
+    CONFIG,
+    COPIED_FILES,
+    GENERATION_CONFIG,
+    code_files,
+    copy_files,
+    has_file,
+)
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.tables.engines import WeightFormat
-
-_COPIED = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -105,10 +110,9 @@ def file_source(directory: Path) -> WeightSource:
         ValueError: the directory has no safetensors file, or its index cannot be used.
         FileNotFoundError: a file that the index names is missing.
     """
-    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
-    if index.exists():
+    if has_file(directory, INDEX_FILE):
         files = shards_by_tensor(directory)
-    elif single.exists():
+    elif has_file(directory, SINGLE_FILE):
         (only,) = safetensors_files(directory)
         with safe_open(only, framework="pt") as file:
             files = dict.fromkeys(file.keys(), only)
@@ -144,11 +148,9 @@ def write_model(weights: Mapping[str, Tensor], directory: Path, *, model_directo
 
 
 def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool) -> None:
-    """Copy a model directory's configuration; with `tokenizer`, all its files except the weights."""
-    for source in model_directory.iterdir():
-        is_weights = source.suffix in (".safetensors", ".bin") or source.name.endswith(".index.json")
-        if source.is_file() and not is_weights and (tokenizer or source.name in _COPIED):
-            shutil.copyfile(source, directory / source.name)
+    """Copy a model directory's configuration; with `tokenizer`, also its tokenizer, its code and its licence."""
+    names = (*COPIED_FILES, *code_files(model_directory)) if tokenizer else (CONFIG, GENERATION_CONFIG)
+    copy_files(model_directory, directory, names)
 
 
 def set_dtype(config: Path, dtype: str) -> None:

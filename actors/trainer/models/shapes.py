@@ -1,6 +1,7 @@
 """Tensors of a model under Hugging Face's names, their shapes, and the check that files hold them. No torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -117,8 +118,10 @@ def _of_experts(model: HfConfig, hidden: int) -> dict[str, tuple[int, ...]]:
 FLOATS: Final = ("F64", "F32", "BF16", "F16")  # dtypes of weights, as safetensors spells them
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
+_OF_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ROPE_BUFFER: Final = "rotary_emb.inv_freq"  # computed from config.json; older tools wrote it
 _COMPARED_BYTES: Final = 64 << 20  # compared at a time
+_MAX_COMPARED_BYTES: Final = 4 << 30  # of a tied output weight, which few models have beside their embedding
 
 
 def check_weights(directory: Path, model: HfConfig) -> None:
@@ -135,9 +138,11 @@ def check_weights(directory: Path, model: HfConfig) -> None:
     for name, shape in expected.items():
         if name not in copies and (name in found or name not in (VALUE_HEAD, VALUE_BIAS)):
             _check_tensor(directory, name, shape, found.get(name), model)
+    first = model.num_hidden_layers + model.num_mtp_layers
+    unused = range(first, first + model.num_unused_mtp_layers)
     for name, tensor in found.items():
         if name not in expected:
-            _check_mtp(directory, name, tensor, found, model)
+            _check_extra(directory, name, tensor, found, model, unused)
 
 
 def _check_tensor(
@@ -156,22 +161,36 @@ def _check_tensor(
         raise ValueError(f"{found.file}: {name} is {list(found.shape)}, and {list(shape)} in the model of config.json")
 
 
-def _check_mtp(
-    directory: Path, name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], model: HfConfig
+def _check_extra(
+    directory: Path,
+    name: str,
+    tensor: StoredTensor,
+    found: Mapping[str, StoredTensor],
+    model: HfConfig,
+    unused: range,
 ) -> None:
     """Reject a tensor that the model lacks, except RoPE buffers, unused MTP layers and a tied output weight."""
-    first = model.num_hidden_layers + model.num_mtp_layers
-    unused = tuple(f"model.layers.{first + number}." for number in range(model.num_unused_mtp_layers))
-    if name.endswith(_ROPE_BUFFER) or name.startswith(unused) or (name == HEAD and model.has_value_head):
+    layer = _OF_LAYER.match(name)
+    is_unused = layer is not None and int(layer[1]) in unused
+    if name.endswith(_ROPE_BUFFER) or is_unused or (name == HEAD and model.has_value_head):
         return
-    if name == HEAD and model.tie_word_embeddings:
-        if not _is_same(tensor, found[EMBEDDING]):
-            raise ValueError(
-                f"{tensor.file}: {HEAD} differs from {EMBEDDING}, but {directory / 'config.json'} "
-                f"has tie_word_embeddings = true: set it to false"
-            )
-        return
-    raise ValueError(f"{tensor.file}: the model of config.json has no tensor {name}")
+    if name != HEAD or not model.tie_word_embeddings:
+        raise ValueError(f"{tensor.file}: the model of config.json has no tensor {name}")
+    _check_tied(directory, tensor, found[EMBEDDING])
+
+
+def _check_tied(directory: Path, head: StoredTensor, embedding: StoredTensor) -> None:
+    """Reject an output weight that is not the embedding it should be tied to."""
+    if head.size_bytes > _MAX_COMPARED_BYTES:
+        raise ValueError(
+            f"{head.file}: {HEAD} has {head.size_bytes:,} bytes beside tie_word_embeddings = true; at most "
+            f"{_MAX_COMPARED_BYTES:,} are compared with {EMBEDDING}: remove the tensor"
+        )
+    if not _is_same(head, embedding):
+        raise ValueError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, but {directory / 'config.json'} "
+            f"has tie_word_embeddings = true: set it to false"
+        )
 
 
 def _is_same(one: StoredTensor, other: StoredTensor) -> bool:

@@ -172,6 +172,7 @@ class Colocation:
             previous=self._phase,
             step=step,
             incarnation=self._incarnation,
+            start=self._feed.start,
             reason=reason,
             took_s=0.0 if self._phase is None else now - self._began,
             bytes_before=self._before,

@@ -1,7 +1,7 @@
 """Dry run of user functions at the start: two samples, and an empty micro-batch. Changes no random number generator."""
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -27,10 +27,11 @@ from actors.trainer.plugins.functions import (
     custom_weights,
     same_random_numbers,
 )
-from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
+from runtime.functions.table import UserFunction
 from runtime.process.actor import InputError
-from runtime.settings.derived import reads_reference, trainer_functions
+from runtime.settings.derived import reads_reference
+from runtime.settings.reading.schema import functions_in
 from runtime.settings.tables.reward import RewardPer
 from runtime.settings.topology import Topology
 
@@ -46,21 +47,26 @@ def try_plugins(topology: Topology, device: torch.device) -> None:
     Raises:
         InputError: A function cannot be used; names its key, the function, and what is allowed.
     """
-    for key, value in trainer_functions(topology):
-        within(
-            topology.run.check_timeout_s,
-            f"{key} = {value!r}",
-            partial(try_plugin, topology, key, value, device=device),
-        )
+    for key, value, kind in functions_in(topology):
+        if kind.runs_in == "trainer":
+            tried = partial(try_plugin, topology, kind, key, value, device=device)
+            within(topology.run.check_timeout_s, f"{key} = {value!r}", tried)
 
 
 def try_plugin(
-    topology: Topology, key: str, value: str, *, base_dirs: tuple[Path, ...] = (), device: torch.device = CPU
+    topology: Topology,
+    kind: UserFunction,
+    key: str,
+    value: str,
+    base_dirs: Sequence[Path] = (),
+    *,
+    device: torch.device = CPU,
 ) -> None:
     """Load and try one function of the trainer.
 
     Args:
         topology: The topology, which says what the function's inputs hold.
+        kind: Its kind.
         key: Its setting.
         value: Its name.
         base_dirs: Directories of relative files. Empty: the current directory.
@@ -71,22 +77,21 @@ def try_plugin(
         InputError: It cannot be used; names the key, the function, and what is allowed.
     """
     with_ref = reads_reference(topology.algorithm)
-    match key:
-        case "algorithm.custom_advantage":
-            with_kl, per = topology.algorithm.kl_coef > 0, topology.reward.per
+    match kind.name:
+        case "advantage":
+            with_kl, per = topology.algorithm.kl.reward_coef > 0, topology.reward.per
             try_advantage(custom_advantage(value, base_dirs), with_kl=with_kl, per=per)
-        case "algorithm.custom_loss":
+        case "loss":
             try_loss(custom_loss(value, base_dirs), with_ref=with_ref, device=device)
-        case "algorithm.custom_tis":
+        case "weights":
             weights = custom_weights(value, base_dirs, algorithm=topology.algorithm)
             try_weights(weights, with_ref=with_ref, device=device)
-        case "algorithm.custom_pg_loss_reducer":
+        case "reducer":
             try_reducer(custom_reducer(value, base_dirs))
-        case _ if key.startswith("train."):
-            TrainerPlugin(key, value, base_dirs)  # it acts on the model, so it is loaded and not called
-        case _:
-            assert key == POSTPROCESS
+        case "postprocess":
             try_postprocess(Postprocess(value, base_dirs), with_ref=with_ref)
+        case _:
+            TrainerPlugin(kind, key, value, base_dirs)  # it acts on the model, so it is loaded and not called
 
 
 def try_advantage(advantage: CustomAdvantage, *, with_kl: bool = False, per: RewardPer = "sample") -> None:

@@ -6,7 +6,7 @@ M is the number of trained tokens of one micro-batch on this rank, B the number 
 import random
 import re
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -15,26 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, sample_sums
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages
 from actors.trainer.algorithms.corrections import Correction
 from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
+from runtime.functions.load import load, project_of
+from runtime.functions.table import ADVANTAGE, LOSS, REDUCER, WEIGHTS, UserFunction, at
 from runtime.process.actor import InputError
-from runtime.settings.plugins import load_plugin
-from runtime.settings.slime.functions import PREFIX, Args, given_sample
+from runtime.settings.reading.schema import named_function
 from runtime.settings.tables.algorithm import AlgorithmConfig
 from runtime.settings.topology import Topology
 
-PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each function is called with
-    "algorithm.custom_advantage": ("inputs",),
-    "algorithm.custom_loss": ("inputs",),
-    "algorithm.custom_tis": ("inputs",),
-    "algorithm.custom_pg_loss_reducer": ("inputs",),
-    "algorithm.rollout_data_postprocess": ("data",),
-    "train.custom_megatron_init": ("topology",),
-    "train.custom_megatron_before_log_prob_hook": ("topology", "model", "store_prefix"),
-    "train.custom_megatron_before_train_step_hook": ("topology", "rollout_id", "step_id", "model", "optimizer"),
-}
 METRIC: Final = re.compile(r"train/[A-Za-z0-9][A-Za-z0-9_.@/-]{0,99}")
 TAKEN: Final = frozenset(  # metrics of the trainer itself
     (
@@ -57,11 +48,12 @@ MAX_METRICS: Final = 64  # of one function
 class TrainerPlugin:
     """A user function of the trainer, called by its key. Its faults are errors of the user's input."""
 
-    def __init__(self, key: str, value: str, base_dirs: tuple[Path, ...] = ()) -> None:
+    def __init__(self, kind: UserFunction, key: str, value: str, base_dirs: Sequence[Path] = ()) -> None:
         """Load the function.
 
         Args:
-            key: Its setting, one of `PARAMETERS`.
+            kind: Its kind.
+            key: Its setting.
             value: "module:function" or "path/file.py:function".
             base_dirs: Directories of relative files. Empty: the current directory.
 
@@ -69,13 +61,14 @@ class TrainerPlugin:
             PluginError: It cannot be found, or cannot be called with its parameters.
         """
         self.key, self.value = key, value
-        self._function = load_plugin(key, value, parameters=PARAMETERS[key], base_dirs=base_dirs).function
+        self._function = load(kind, key, value, base_dirs).function
         self._metrics: frozenset[str] | None = None  # names that its first call returned
 
     @property
-    def is_slimes(self) -> bool:
-        """Whether the function was written for slime."""
-        return self.value.startswith(PREFIX)
+    def adapter(self) -> str | None:
+        """The module that calls a function written for another project; None: it was written for this one."""
+        project = project_of(self.value)
+        return None if project is None else f"actors.trainer.plugins.{project}"
 
     def call(self, *arguments: Any, **named: Any) -> Any:
         """Call the function.
@@ -135,7 +128,8 @@ class CustomAdvantage(TrainerPlugin):
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Compute the advantage of each token."""
-        answer = post_processed(self, inputs) if self.is_slimes else self.call(inputs)
+        adapter = self.adapter
+        answer = self.call(inputs) if adapter is None else at(f"{adapter}:post_processed")(self, inputs)
         found, returns = answer if isinstance(answer, Advantages) else (answer, None)
         advantages = self.per_token("the advantages", found, inputs)
         return Advantages(advantages, None if returns is None else self.per_token("the returns", returns, inputs))
@@ -164,108 +158,19 @@ class CustomLoss(TrainerPlugin):
 class CustomWeights(TrainerPlugin):
     """Importance weights: gets `LossInputs`, returns `Correction`, or a pair of factors and metrics."""
 
-    def __init__(self, key: str, value: str, base_dirs: tuple[Path, ...], algorithm: AlgorithmConfig) -> None:
-        super().__init__(key, value, base_dirs)
+    def __init__(self, key: str, value: str, base_dirs: Sequence[Path], algorithm: AlgorithmConfig) -> None:
+        super().__init__(WEIGHTS, key, value, base_dirs)
         self._algorithm = algorithm
 
     def __call__(self, inputs: LossInputs) -> Correction:
         """Compute the factor of each token's policy loss."""
-        answer = weighed(self, inputs, self._algorithm) if self.is_slimes else self.call(inputs)
+        adapter = self.adapter
+        answer = self.call(inputs) if adapter is None else at(f"{adapter}:weighed")(self, inputs, self._algorithm)
         factors, metrics = self.pair(answer, "Correction(factors, metrics)")
         factors = self.column("the tensor of factors", factors, inputs.log_probs)
         if factors.requires_grad:
             self.refuse("the factors have a gradient; a correction must not: use log_probs.detach()")
         return Correction(factors, self.metrics(metrics, inputs.log_probs))
-
-
-def weighed(plugin: TrainerPlugin, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call an importance-sampling function of slime; return factors and metrics per token.
-
-    It gets a policy loss of 1 for each token and must multiply it. A token that it takes out of the mask has factor 0.
-    """
-    if not inputs.sequences.is_whole:
-        plugin.refuse("functions of slime need whole sequences: trainer.megatron.context_parallel_size = 1")
-    order = inputs.sequences.numbers.argsort(stable=True)
-    sizes = [size for size in inputs.sequences.numbers.bincount().tolist() if size]
-    columns = [inputs.log_probs.new_ones(len(order))]
-    columns += [values.detach()[order] for values in (inputs.old_log_probs, inputs.rollout_log_probs)]
-    if not sizes:  # functions of slime join columns, which fails without one: one token, which is dropped again
-        sizes, columns = [1], [values.new_ones(1) for values in columns]
-    losses, old, rollout = columns
-    answer = plugin.call(
-        args=_tis_args(algorithm),
-        pg_loss=losses.clone(),
-        train_log_probs=list(old.split(sizes)),
-        rollout_log_probs=list(rollout.split(sizes)),
-        loss_masks=list(torch.ones_like(losses).split(sizes)),
-        total_lengths=sizes,
-        response_lengths=sizes,
-    )
-    if not isinstance(answer, tuple) or len(cast("tuple[Any, ...]", answer)) != 3:
-        plugin.refuse(f"returned {shown(answer)}; expected (pg_loss, loss_masks, metrics)")
-    loss, masks, metrics = cast("tuple[Any, Any, Any]", answer)
-    try:
-        kept = torch.cat([mask.to(losses.dtype) for mask in masks])
-    except (TypeError, AttributeError, RuntimeError):
-        plugin.refuse(f"its masks are {shown(masks)}; expected a list with a tensor per sequence")
-    factors = plugin.column("pg_loss", loss, losses).detach() * plugin.column("the masks", kept, losses)
-    if not isinstance(metrics, Mapping):
-        plugin.refuse(f"its metrics are {shown(metrics)}; expected a dictionary of tensors by name")
-    named = {f"train/{name}": values for name, values in cast("Mapping[Any, Any]", metrics).items()}
-
-    def put_back(values: Any) -> Any:
-        if not isinstance(values, Tensor) or values.shape != losses.shape:
-            return values  # is refused where all metrics are checked
-        return values[: len(order)][order.argsort()]
-
-    return put_back(factors), {name: put_back(values) for name, values in named.items()}
-
-
-def _tis_args(algorithm: AlgorithmConfig) -> Args:
-    """slime's `args`, as importance-sampling functions read them. Rejection is `algorithm.use_rs`, beside them."""
-    low, high = algorithm.tis_clip_low, algorithm.tis_clip
-    return Args(
-        use_tis=True,
-        use_rs=False,
-        tis_clip=high,
-        tis_clip_low=low,
-        tis_upper_bound=high,
-        tis_lower_bound=low,
-        tis_level=algorithm.tis_level,
-        tis_mode=algorithm.tis_mode,
-        tis_batch_normalize=algorithm.tis_batch_normalize,
-        rs_level=algorithm.rs_level,
-        rs_lower_bound=algorithm.rs_lower_bound,
-        rs_upper_bound=algorithm.rs_upper_bound,
-        rs_veto_threshold=algorithm.rs_veto_threshold,
-    )
-
-
-def post_processed(plugin: TrainerPlugin, inputs: AdvantageInputs) -> Any:
-    """Call a reward post-process function of slime; return one advantage per sample: the rewards that it returns.
-
-    It gets the samples with usable rewards, those of a prompt group one after the other.
-    """
-    usable = np.flatnonzero(np.isfinite(inputs.rewards))
-    order = usable[np.argsort(inputs.groups[usable], kind="stable")]
-    lengths = sample_sums(inputs.response_mask.astype(np.int64), inputs.lengths)
-    samples = [
-        given_sample(
-            group_index=int(inputs.groups[place]),
-            rollout_id=int(inputs.rollouts[place]),
-            index=int(place),
-            reward=float(inputs.rewards[place]),
-            response_length=int(lengths[place]),
-        )
-        for place in order
-    ]
-    _, rewards = plugin.pair(plugin.call(Args(reward_key=None), samples), "(raw_rewards, rewards)")
-    found = np.full(len(inputs.rewards), np.nan)
-    try:
-        found[order] = np.asarray(rewards, dtype=np.float64).reshape(len(order))
-    except (TypeError, ValueError, RuntimeError):
-        plugin.refuse(f"returned {shown(rewards)} as rewards; expected {len(order)} numbers")
-    return found
 
 
 class CustomReducer(TrainerPlugin):
@@ -293,15 +198,10 @@ class CustomReducer(TrainerPlugin):
         return values.astype(dtype)
 
 
-def hook(topology: Topology, name: str) -> Callable[..., None]:
-    """Return a hook of the train table, which passes the topology first. It does nothing if the setting is unset.
-
-    Args:
-        topology: The topology.
-        name: Name of the setting, without its table.
-    """
-    value = getattr(topology.train, name)
-    plugin = None if value is None else TrainerPlugin(f"train.{name}", value)
+def hook(topology: Topology, kind: UserFunction) -> Callable[..., None]:
+    """Return the hook of a kind, which passes the topology first. It does nothing if no setting names one."""
+    named = named_function(topology, kind)
+    plugin = None if named is None else TrainerPlugin(kind, *named)
 
     def run(*arguments: Any) -> None:
         if plugin is not None:
@@ -310,26 +210,26 @@ def hook(topology: Topology, name: str) -> Callable[..., None]:
     return run
 
 
-def custom_advantage(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomAdvantage:
-    """Load `algorithm.custom_advantage`."""
-    return CustomAdvantage("algorithm.custom_advantage", value, base_dirs)
+def custom_advantage(value: str, base_dirs: Sequence[Path] = ()) -> CustomAdvantage:
+    """Load `algorithm.estimator.function`."""
+    return CustomAdvantage(ADVANTAGE, "algorithm.estimator.function", value, base_dirs)
 
 
-def custom_loss(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomLoss:
-    """Load `algorithm.custom_loss`."""
-    return CustomLoss("algorithm.custom_loss", value, base_dirs)
+def custom_loss(value: str, base_dirs: Sequence[Path] = ()) -> CustomLoss:
+    """Load `algorithm.loss.function`."""
+    return CustomLoss(LOSS, "algorithm.loss.function", value, base_dirs)
 
 
 def custom_weights(
-    value: str, base_dirs: tuple[Path, ...] = (), *, algorithm: AlgorithmConfig | None = None
+    value: str, base_dirs: Sequence[Path] = (), *, algorithm: AlgorithmConfig | None = None
 ) -> CustomWeights:
-    """Load `algorithm.custom_tis`. Functions of slime read its neighbours in `algorithm`."""
-    return CustomWeights("algorithm.custom_tis", value, base_dirs, algorithm or AlgorithmConfig())
+    """Load `algorithm.tis.function`. Functions of slime read its neighbours in `algorithm`."""
+    return CustomWeights("algorithm.tis.function", value, base_dirs, algorithm or AlgorithmConfig())
 
 
-def custom_reducer(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomReducer:
-    """Load `algorithm.custom_pg_loss_reducer`."""
-    return CustomReducer("algorithm.custom_pg_loss_reducer", value, base_dirs)
+def custom_reducer(value: str, base_dirs: Sequence[Path] = ()) -> CustomReducer:
+    """Load `algorithm.reduction.function`."""
+    return CustomReducer(REDUCER, "algorithm.reduction.function", value, base_dirs)
 
 
 @contextmanager

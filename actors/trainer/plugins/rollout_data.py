@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from actors.trainer.data.batch import Floats32, TrainBatch
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.plugins.functions import TrainerPlugin, same_random_numbers, shown
+from runtime.functions.table import POSTPROCESS
 
 KEY: Final = "algorithm.rollout_data_postprocess"
 CHANGEABLE: Final = ("loss_mask", "advantages")
@@ -63,9 +65,9 @@ def rollout_data(
 class Postprocess(TrainerPlugin):
     """Calls `algorithm.rollout_data_postprocess`: gets `RolloutData`, returns it with another mask or advantages."""
 
-    def __init__(self, value: str, base_dirs: tuple[Path, ...] = ()) -> None:
+    def __init__(self, value: str, base_dirs: Sequence[Path] = ()) -> None:
         """Load the function. Errors are those of `TrainerPlugin`."""
-        super().__init__(KEY, value, base_dirs)
+        super().__init__(POSTPROCESS, KEY, value, base_dirs)
 
     def __call__(self, data: RolloutData, *, seed: int = 0) -> RolloutData:
         """Change the data of a batch. A collective of all ranks: every rank passes the same data.

@@ -26,6 +26,7 @@ from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.learner import Done, Learner, OptimizerStep, StepLoss
 from actors.trainer.step.metrics import StepTimer
 from runtime.settings.placement import max_sample_tokens
+from runtime.settings.tables.estimators import Gae
 from runtime.settings.topology import Topology, critic_topology
 
 METRICS: Final = ("train/value_loss", "train/value_clipfrac")
@@ -53,8 +54,9 @@ class Critic:
         self.replica = Replica(own, device, value_head_std=topology.critic.init_method_std)
         self.learner = Learner(own, self.replica, METRICS, prefix="critic ")
         self._max_tokens = max_sample_tokens(own)
-        algorithm = topology.algorithm
-        self._loss = partial(value_loss, value_clip=algorithm.value_clip, value_loss_coef=algorithm.value_loss_coef)
+        named = topology.algorithm.estimator
+        assert isinstance(named, Gae)
+        self._loss = partial(value_loss, value_clip=named.value_clip, value_loss_coef=named.value_loss_coef)
 
     def begin_from(self, path: Path, *, of_megatron_lm: bool) -> None:
         """Start from the checkpoint of another run, or from the policy in it. A collective of all ranks.

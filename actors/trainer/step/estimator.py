@@ -32,110 +32,66 @@ from actors.trainer.algorithms.returns import (
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.plugins.functions import custom_advantage
-from runtime.settings.derived import trains_demonstrations, uses_groups, uses_teacher
-from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator
+from runtime.settings.derived import trains_demonstrations, uses_teacher
+from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.estimators import CustomEstimator
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-Options = dict[str, Any]
-
 
 class Estimate(NamedTuple):
-    """An estimator: a pure function, the inputs that it needs, and where its options come from."""
+    """An estimator: a pure function, the inputs that it needs, and the settings that it takes."""
 
     function: Callable[..., Floats | Advantages]  # one advantage per sample, [B], or Advantages per token
     inputs: tuple[str, ...]  # names in AdvantageInputs, in the order of the function's arguments
-    options: Callable[[AlgorithmConfig, GroupOfOne], Options]  # keyword arguments; the latter for a group of one
+    options: tuple[str, ...] = ()  # names of its table, and "kl_coef"; the function's keyword arguments
 
     def needs(self, name: str) -> bool:
         """Whether the function reads this input."""
         return name in self.inputs
 
 
-def _alone(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    del algorithm
-    return {"group_of_one": alone}
-
-
-def _normalized(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    return {"normalize": not algorithm.disable_rewards_normalization, **_alone(algorithm, alone)}
-
-
-def _grpo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    return _normalized(algorithm, alone) | {"normalize_std": not algorithm.disable_grpo_std_normalization}
-
-
-def _passk(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    return _alone(algorithm, alone) | {"normalize_std": not algorithm.disable_grpo_std_normalization}
-
-
-def _reinforce_plus_plus(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    del alone
-    return {"kl_coef": algorithm.kl_coef, "gamma": algorithm.gamma}
-
-
-def _reinforce_plus_plus_baseline(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    per_token = 0.0 if algorithm.kl_before_normalization else algorithm.kl_coef
-    return _normalized(algorithm, alone) | {"kl_coef": per_token}
-
-
-def _reinforce(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    del alone
-    return {"baseline": not algorithm.disable_rewards_normalization}
-
-
-def _gdpo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    return _passk(algorithm, alone) | {"weights": dict(zip(keys, weights or (1.0,) * len(keys), strict=True))}
-
-
-def _ppo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    del alone
-    by_length = algorithm.length_adaptive_alpha or None
-    own = {"critic_lambd": algorithm.gae_lambda_value, "length_adaptive_alpha": by_length}
-    return {"kl_coef": algorithm.kl_coef, "gamma": algorithm.gamma, "lambd": algorithm.lambd} | own
-
-
-def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    del algorithm, alone
-    return {}
-
-
-OPTIONAL: Final = ("rewards_per_token",)  # inputs that may be None; "kl" too, without algorithm.kl_coef
+OPTIONAL: Final = ("rewards_per_token",)  # inputs that may be None; "kl" too, without algorithm.kl.reward_coef
 GROUPED: Final = ("rewards", "groups", "rollouts")
+RETURNS: Final = ("response_mask", "kl", "rewards_per_token")
 
-ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
-    "grpo": Estimate(grpo_advantages, GROUPED, _grpo),
-    "gspo": Estimate(grpo_advantages, GROUPED, _grpo),
-    "cispo": Estimate(grpo_advantages, GROUPED, _grpo),
+ESTIMATORS: Final[Mapping[str, Estimate]] = {  # by the type of algorithm.estimator
+    "grpo": Estimate(grpo_advantages, GROUPED, ("normalize", "normalize_std", "group_of_one")),
     "reinforce_plus_plus": Estimate(
-        reinforce_plus_plus_advantages,
-        ("rewards", "lengths", "loss_mask", "response_mask", "kl", "rewards_per_token"),
-        _reinforce_plus_plus,
+        reinforce_plus_plus_advantages, ("rewards", "lengths", "loss_mask", *RETURNS), ("kl_coef", "gamma")
     ),
     "reinforce_plus_plus_baseline": Estimate(
-        reinforce_plus_plus_baseline_advantages, (*GROUPED, "lengths", "kl"), _reinforce_plus_plus_baseline
+        reinforce_plus_plus_baseline_advantages,
+        (*GROUPED, "lengths", "kl"),
+        ("kl_coef", "normalize", "group_of_one"),
     ),
-    "rloo": Estimate(rloo_advantages, GROUPED, _alone),
-    "opo": Estimate(opo_advantages, (*GROUPED, "mask_sums"), _alone),
-    "gpg": Estimate(gpg_advantages, GROUPED, _alone),
-    "maxrl": Estimate(maxrl_advantages, GROUPED, _none),
-    "grpo_passk": Estimate(passk_advantages, GROUPED, _passk),
-    "gdpo": Estimate(gdpo_advantages, ("named_rewards", "groups", "rollouts"), _gdpo),
-    "remax": Estimate(remax_advantages, ("rewards", "baseline_rewards"), _none),
-    "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), _reinforce),
-    "ppo": Estimate(ppo_advantages, ("rewards", "values", "lengths", "response_mask", "kl", "rewards_per_token"), _ppo),
+    "rloo": Estimate(rloo_advantages, GROUPED, ("group_of_one",)),
+    "opo": Estimate(opo_advantages, (*GROUPED, "mask_sums"), ("group_of_one",)),
+    "gpg": Estimate(gpg_advantages, GROUPED, ("group_of_one",)),
+    "maxrl": Estimate(maxrl_advantages, GROUPED),
+    "grpo_passk": Estimate(passk_advantages, GROUPED, ("normalize_std", "group_of_one")),
+    "gdpo": Estimate(
+        gdpo_advantages, ("named_rewards", "groups", "rollouts"), ("weights", "normalize_std", "group_of_one")
+    ),
+    "remax": Estimate(remax_advantages, ("rewards", "baseline_rewards")),
+    "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), ("normalize",)),
+    "ppo": Estimate(
+        ppo_advantages,
+        ("rewards", "values", "lengths", *RETURNS),
+        ("kl_coef", "gamma", "lambd", "critic_lambd", "length_adaptive_alpha"),
+    ),
 }
 
 
 def group_of_one(topology: Topology) -> GroupOfOne:
     """Return the advantage of a group with a single rollout: as set, or its reward if every group has one sample."""
     algorithm = topology.algorithm
-    alone = topology.rollout.n_samples_per_prompt == 1 and uses_groups(algorithm)
-    if algorithm.group_of_one == "reward" or not alone or trains_demonstrations(topology):
-        return algorithm.group_of_one
-    if not algorithm.disable_rewards_normalization and not uses_teacher(algorithm):
+    named: GroupOfOne = getattr(algorithm.estimator, "group_of_one", "zero")
+    alone = topology.rollout.n_samples_per_prompt == 1 and algorithm.estimator.compares
+    if named == "reward" or not alone or trains_demonstrations(topology):
+        return named
+    if getattr(algorithm.estimator, "normalize", True) and not uses_teacher(algorithm):
         log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
     return "reward"
 
@@ -175,7 +131,7 @@ def with_divergence(
     """
     old, ref = old_log_probs_N.astype(np.float64), ref_log_probs_N.astype(np.float64)
     pair = torch.from_numpy(old), torch.from_numpy(ref)
-    kl = kl_divergence(*pair, algorithm.kl_loss_type, max_log_ratio=algorithm.max_log_ratio).numpy()
+    kl = kl_divergence(*pair, algorithm.kl.type, max_log_ratio=algorithm.max_log_ratio).numpy()
     return replace(inputs, kl=kl, old_log_probs=old, ref_log_probs=ref)
 
 
@@ -184,7 +140,7 @@ def divergence_clamped(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> F
     assert inputs.old_log_probs is not None
     assert inputs.ref_log_probs is not None
     pair = torch.from_numpy(inputs.old_log_probs), torch.from_numpy(inputs.ref_log_probs)
-    return kl_clamped(*pair, algorithm.kl_loss_type, max_log_ratio=algorithm.max_log_ratio).numpy()
+    return kl_clamped(*pair, algorithm.kl.type, max_log_ratio=algorithm.max_log_ratio).numpy()
 
 
 def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Advantages:
@@ -198,15 +154,15 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     Raises:
         ValueError: The estimator needs an input that is None.
     """
-    if algorithm.loss_type == "dpo_loss":
+    if algorithm.loss.type in ("dpo", "preference_ipo"):
         return Advantages(inputs.spread(np.where(inputs.rewards > 0, 1.0, -1.0)))  # chosen or rejected
-    if not algorithm.discount_tool_tokens:
+    if not getattr(algorithm.estimator, "discount_tool_tokens", True):
         inputs = replace(inputs, response_mask=inputs.loss_mask)
     found = _estimated(inputs, algorithm, alone)
     if not isinstance(found, Advantages):
         found = Advantages(inputs.spread(found))
-    if inputs.teacher_log_probs is not None:
-        found = found._replace(advantages=_distilled(inputs, found.advantages, algorithm.opd_kl_coef))
+    if inputs.teacher_log_probs is not None and algorithm.opd is not None:
+        found = found._replace(advantages=_distilled(inputs, found.advantages, algorithm.opd.kl_coef))
     if algorithm.normalize_advantages:
         found = found._replace(advantages=whiten(found.advantages, inputs.loss_mask))
     return found
@@ -214,26 +170,30 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
 
 def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats | Advantages:
     """Call the estimator, the named one or the user's, and subtract the divergence where it does not do so itself."""
-    if algorithm.custom_advantage is not None:
-        return custom_advantage(algorithm.custom_advantage)(inputs)
-    estimate = ESTIMATORS[algorithm.advantage_estimator]
-    if algorithm.kl_before_normalization:
+    named, coef = algorithm.estimator, algorithm.kl.reward_coef
+    if isinstance(named, CustomEstimator):
+        return custom_advantage(named.function)(inputs)
+    estimate = ESTIMATORS[named.type]
+    if algorithm.kl.before_normalization:
         divergence = sample_sums(_divergence(inputs), inputs.lengths)
-        inputs = replace(inputs, rewards=inputs.rewards - algorithm.kl_coef * divergence)
+        inputs = replace(inputs, rewards=inputs.rewards - coef * divergence)
+        coef = 0.0
     given = {name: getattr(inputs, name) for name in estimate.inputs}
-    optional = OPTIONAL if algorithm.kl_coef else (*OPTIONAL, "kl")
+    optional = OPTIONAL if algorithm.kl.reward_coef else (*OPTIONAL, "kl")
     if missing := [name for name, values in given.items() if values is None and name not in optional]:
-        raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
-    found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
-    if not algorithm.kl_coef or algorithm.kl_before_normalization or estimate.needs("kl"):
+        raise ValueError(f'the estimator "{named.type}" needs {", ".join(missing)}')
+    shared = {"kl_coef": coef, "group_of_one": alone}
+    options = {name: shared[name] if name in shared else getattr(named, name) for name in estimate.options}
+    found = estimate.function(*given.values(), **options)
+    if not coef or estimate.needs("kl"):
         return found
     assert not isinstance(found, Advantages)
-    return Advantages(inputs.spread(found) - algorithm.kl_coef * _divergence(inputs))
+    return Advantages(inputs.spread(found) - coef * _divergence(inputs))
 
 
 def _divergence(inputs: AdvantageInputs) -> Floats:
     if inputs.kl is None:
-        raise ValueError("algorithm.kl_coef needs the divergence of each token from the reference")
+        raise ValueError("algorithm.kl.reward_coef needs the divergence of each token from the reference")
     return inputs.kl
 
 

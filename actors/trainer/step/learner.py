@@ -25,6 +25,7 @@ from actors.trainer.plugins.functions import hook
 from actors.trainer.step.metrics import MTP_LOSS, StepTimer, reduced_sums
 from actors.trainer.step.objective import reducer
 from actors.trainer.step.skips import too_many
+from runtime.functions.table import STEP_HOOK
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 
@@ -113,7 +114,7 @@ class Learner:
         self._replica = replica
         self._metrics = tuple(metrics)
         self._reduce = reducer(topology)
-        self._before_step = hook(topology, "custom_megatron_before_train_step_hook")
+        self._before_step = hook(topology, STEP_HOOK)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._prefix = prefix
@@ -214,8 +215,9 @@ class Learner:
         names = names_of(batch, masked[:MAX_NAMED])
         if self._topology.train.on_nonfinite == "fail":
             more = f" and {len(masked) - MAX_NAMED} more" if len(masked) > MAX_NAMED else ""
+            where = f"{self._prefix}optimizer step {step.number + 1} of train step {batch.step + 1}"
             raise InputError(
-                f"{self._prefix}optimizer step {step.number} of train step {batch.step}: the loss is not finite, or "
+                f"{where}: the loss is not finite, or "
                 f"beyond {LARGEST_LOSS:g}, of {'; '.join(names)}{more}; "
                 'set train.on_nonfinite = "skip" to train without these samples'
             )
@@ -281,7 +283,7 @@ class Learner:
         replica.skips = replica.skips.then(skipped=bool(error), window=train.skip_window)
         if not error:
             return done
-        where = f"{self._prefix}optimizer step {number} of train step {train_step}: {error}"
+        where = f"{self._prefix}optimizer step {number + 1} of train step {train_step + 1}: {error}"
         if train.on_nonfinite == "fail":
             raise InputError(f'{where}; set train.on_nonfinite = "skip" to skip the step')
         if limit := too_many(replica.skips, train):

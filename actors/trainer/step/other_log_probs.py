@@ -15,6 +15,7 @@ from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
 from actors.trainer.step.learner import OptimizerStep
 from actors.trainer.step.old_actor import OldActor
 from actors.trainer.step.planning import micro_batches_of
+from runtime.functions.table import LOG_PROB_HOOK
 from runtime.settings.derived import (
     first_policy_step,
     measures_all,
@@ -39,7 +40,7 @@ class OtherLogProbs:
             ValueError, OSError: A model cannot be used.
         """
         demonstrations = trains_demonstrations(topology)
-        before = hook(topology, "custom_megatron_before_log_prob_hook")
+        before = hook(topology, LOG_PROB_HOOK)
         replica.before_log_probs = lambda prefix: before(replica.chunks, prefix)  # "", "ref_" or "teacher_"
         self._replica = replica
         self._algorithm = topology.algorithm
@@ -117,10 +118,12 @@ class OtherLogProbs:
         Raises:
             ValueError: The samples came without the log-probs of a reference in an engine pool.
         """
-        interval, before = self._algorithm.kl_metric_interval, self._algorithm.rollout_data_postprocess is not None
-        needed = batch.step >= self._first_step or self._algorithm.kl_coef > 0  # the critic sees the same rewards
+        interval, before = self._algorithm.kl.metric_interval, self._algorithm.rollout_data_postprocess is not None
+        needed = (
+            batch.step >= self._first_step or self._algorithm.kl.reward_coef > 0
+        )  # the critic sees the same rewards
         if self._ref_in_pool and batch.ref_log_probs_N is None:
-            raise ValueError(f"step {batch.step}: samples have no log-probs of the reference, as of engines.ref")
+            raise ValueError(f"step {batch.step + 1}: samples have no log-probs of the reference, as of engines.ref")
         if not needed or (interval and batch.step % interval):
             return None
         if self.reference is None:
@@ -128,7 +131,7 @@ class OtherLogProbs:
         if self._by_group is not None and self._reads_reference:
             return self._by_group.reference(batch)
         own_N = self.reference.log_probs(batch, micro_batches_of(steps))
-        if not self._algorithm.kl_coef and not before:
+        if not self._algorithm.kl.reward_coef and not before:
             return own_N
         return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
 
@@ -149,6 +152,6 @@ class OtherLogProbs:
             return None
         if batch.teacher_log_probs_N is None:
             raise ValueError(
-                f"step {batch.step}: samples have no log-probs of a teacher, which algorithm.use_opd needs"
+                f"step {batch.step + 1}: samples have no log-probs of a teacher, which algorithm.opd needs"
             )
         return batch.teacher_log_probs_N

@@ -76,7 +76,7 @@ class Planner:
         if routed is None or routed.shape[1] != expected:
             found = "none" if routed is None else routed.shape[1]
             raise ValueError(
-                f"step {batch.step}: algorithm.use_rollout_routing_replay needs {expected} routed experts "
+                f"step {batch.step + 1}: algorithm.use_rollout_routing_replay needs {expected} routed experts "
                 f"of each token, those of all layers, but samples have {found}"
             )
         return _Routed(tokens[ranks.data_parallel_rank()], routed)

@@ -13,6 +13,7 @@ from actors.trainer.data.batch import MicroBatch, packed_lengths, part_of
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from messages import WeightProbe
+from runtime.models.directory import MAX_TOKENIZER_BYTES, TOKENIZER, ModelError, read_json
 from runtime.settings.topology import POLICY, Topology
 
 MAX_TOKENS: Final = 64
@@ -64,9 +65,9 @@ def drawn_tokens(vocab_size: int, length: int, *, special: Collection[int], seed
 def special_tokens(model_directory: Path) -> frozenset[int]:
     """Read a tokenizer's added tokens. Empty without a readable tokenizer.json."""
     try:
-        data = (model_directory / "tokenizer.json").read_bytes()
-        return frozenset(token.id for token in msgspec.json.decode(data, type=_Tokenizer).added_tokens)
-    except (OSError, msgspec.MsgspecError):
+        found = read_json(model_directory, TOKENIZER, _Tokenizer, MAX_TOKENIZER_BYTES)
+        return frozenset(token.id for token in found.added_tokens)
+    except ModelError:
         return frozenset()
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -52,8 +53,8 @@ class RewardModelStep:
         """
         self._replica = replica
         try_plugins(topology, replica.device)
-        self._algorithm = topology.algorithm
-        self._loss = partial(rm_loss, label_smoothing=topology.algorithm.label_smoothing)
+        self._num_steps = topology.algorithm.num_steps_per_rollout
+        self._loss = partial(rm_loss, **msgspec.structs.asdict(topology.algorithm.loss))
         none, nobody = torch.empty(0), Sequences(torch.empty(0, dtype=torch.int64), 1)
         self._learner = Learner(topology, replica, tuple(_reported(self._loss(none, none, nobody)).metrics))
         self._max_tokens = max_sample_tokens(topology)
@@ -102,7 +103,7 @@ class RewardModelStep:
 
     def _plan(self, batch: TrainBatch) -> list[OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
-        parts = split_steps(batch, self._algorithm.num_steps_per_rollout)
+        parts = split_steps(batch, self._num_steps)
         return [
             self._learner.reduced_step(batch, number, samples, laid_out(replica, batch, shares), none_B)
             for number, (samples, shares) in enumerate(zip(parts, self._shares(batch, parts), strict=True))

@@ -4,21 +4,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.algorithms.group_baselines import usable_rewards
 from actors.trainer.algorithms.length_penalties import linear_length_penalties, overlong_penalties
 from actors.trainer.data.batch import TrainBatch
+from runtime.settings.derived import reward_keys
 from runtime.settings.recipe import Recipe
-from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig, LinearPenalty
 
 
 def with_penalties(batch: TrainBatch, recipe: Recipe) -> TrainBatch:
     """Return the batch with its penalties added to the rewards. The raw rewards stay."""
     algorithm, rewards_B, baselines_B = recipe.algorithm, batch.rewards_B, batch.baseline_rewards_B
     if algorithm.length_penalty is not None:
-        rewards_B = rewards_B + _linear(batch, algorithm)
+        rewards_B = rewards_B + _linear(batch, algorithm.length_penalty)
     if algorithm.overlong_buffer_len is not None:
         overlong = partial(
             overlong_penalties,
@@ -33,7 +35,7 @@ def with_penalties(batch: TrainBatch, recipe: Recipe) -> TrainBatch:
     return replace(batch, rewards_B=rewards_B, baseline_rewards_B=baselines_B)
 
 
-def _linear(batch: TrainBatch, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
+def _linear(batch: TrainBatch, penalty: LinearPenalty) -> NDArray[np.float64]:
     assert batch.output_lens_B is not None
     assert batch.input_lens_B is not None
     assert batch.num_turns_B is not None
@@ -44,9 +46,7 @@ def _linear(batch: TrainBatch, algorithm: AlgorithmConfig) -> NDArray[np.float64
         output_lens=batch.output_lens_B,
         input_lens=batch.input_lens_B,
         num_turns=batch.num_turns_B,
-        num_output_tokens_weight=algorithm.num_output_tokens_weight,
-        num_input_tokens_weight=algorithm.num_input_tokens_weight,
-        num_turns_weight=algorithm.num_turns_weight,
+        **msgspec.structs.asdict(penalty),
     )
 
 
@@ -71,9 +71,10 @@ def _baselines(batch: TrainBatch) -> Iterator[tuple[str, float]]:
 
 
 def _named(batch: TrainBatch, algorithm: AlgorithmConfig) -> Iterator[tuple[str, float]]:
-    if not algorithm.gdpo_reward_keys or batch.named_rewards_B is None:
+    keys = reward_keys(algorithm)
+    if not keys or batch.named_rewards_B is None:
         return
-    for key, rewards_B in zip(algorithm.gdpo_reward_keys, batch.named_rewards_B.T, strict=True):
+    for key, rewards_B in zip(keys, batch.named_rewards_B.T, strict=True):
         known = rewards_B[~np.isnan(rewards_B)]
         if len(known):
             yield f"rollout/rewards/{key}/mean", float(known.mean())

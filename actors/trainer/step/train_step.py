@@ -64,10 +64,12 @@ from runtime.settings.derived import (
     first_policy_step,
     has_critic,
     measures_all,
+    normalizes_weights,
     reads_reference,
+    reward_keys,
+    topk_divergence,
     trains_demonstrations,
     trains_pairs,
-    uses_topk,
 )
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology
@@ -280,16 +282,16 @@ class TrainStep:
         """Compute all inputs of the loss except the policy's own forward pass."""
         trainer_log_probs_N, is_kept_N = self._log_probs.of_old_policy(batch, steps)
         weight_scale = 1.0
-        if self._algorithm.tis_batch_normalize:
+        if normalizes_weights(self._algorithm):
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
         timer.lap("perf/log_probs_time")
         if (teacher_log_probs_N := self._log_probs.of_teacher(batch, steps)) is not None:
             timer.lap("perf/teacher_log_probs_time")
         if (ref_log_probs_N := self._log_probs.of_reference(batch, steps)) is not None:
             timer.lap("perf/ref_log_probs_time")
-        inputs = advantage_inputs(batch, self._algorithm.gdpo_reward_keys)
+        inputs = advantage_inputs(batch, reward_keys(self._algorithm))
         old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
-        if self._algorithm.kl_coef:
+        if self._algorithm.kl.reward_coef:
             assert ref_log_probs_N is not None
             inputs = with_divergence(inputs, old_N, ref_log_probs_N, self._algorithm)
         if teacher_log_probs_N is not None:
@@ -364,7 +366,7 @@ class TrainStep:
             own = [with_mask(batch, micro_batch) for micro_batch in step.micro_batches]
             kept.append(self._learner.reduced_step(batch, step.number, step.samples, own, none_B))
         weights_N = batch.spread(np.concatenate([step.reduction.token_weights for step in kept]))
-        scale = self._mean_weight(batch, old_N) if self._algorithm.tis_batch_normalize else 1.0
+        scale = self._mean_weight(batch, old_N) if normalizes_weights(self._algorithm) else 1.0
         device = self._replica.device
         columns = replace(
             columns,
@@ -387,10 +389,11 @@ class TrainStep:
             entropy=torch.zeros_like(old_M),
             sequences=Sequences(torch.from_numpy(numbers), len(batch.lengths_B)),
         )
-        weights, metrics = weigh(self._algorithm)(inputs)
-        if self._algorithm.tis_mode == "mask":
+        assert self._algorithm.tis is not None
+        weights, metrics = weigh(self._algorithm, self._algorithm.tis)(inputs)
+        if getattr(self._algorithm.tis, "mode", self._algorithm.tis.type) == "mask":
             weights = metrics["train/tis"]  # as in slime, rejected tokens count with their weight
-        return mean_weight(inputs, weights, level=self._algorithm.tis_level)
+        return mean_weight(inputs, weights, level=self._algorithm.tis.level)
 
     def _loss_terms(
         self,
@@ -449,12 +452,14 @@ class TrainStep:
         Raises:
             ValueError: The samples came without them.
         """
-        if not uses_topk(self._algorithm):
+        if topk_divergence(self._algorithm) is None:
             return {}
         if micro_batch.topk is None or outputs.topk is None:
             if len(micro_batch.columns_M):
-                wanted = "algorithm.distillation_loss_coef"
-                raise ValueError(f"step {train_step}: samples have no top-k log-probs of a teacher, as {wanted} needs")
+                wanted = "algorithm.opd.distillation"
+                raise ValueError(
+                    f"step {train_step + 1}: samples have no top-k log-probs of a teacher, as {wanted} needs"
+                )
             none = outputs.log_probs[:, None]
             return {"topk_log_probs": none, "teacher_topk_log_probs": none.detach()}
         teacher_MK = torch.from_numpy(micro_batch.topk.log_probs).to(outputs.topk.device)

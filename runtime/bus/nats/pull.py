@@ -51,8 +51,8 @@ def place_of(reply: str) -> Place:
 
 
 def time_of(time_ns: int) -> datetime:
-    """Time at which the server stored a message."""
-    return datetime.fromtimestamp(time_ns / NANOSECONDS, UTC)
+    """Time at which the server stored a message, in whole microseconds."""
+    return UNIX_EPOCH + time_ns // 1000 * MICROSECOND
 
 
 def nanoseconds_of(text: str) -> int:

@@ -28,6 +28,7 @@ STORED: Final = "jetstream"  # in a store: a directory per account with streams
 SOLE_ACCOUNT: Final = "$G"  # of a server without accounts
 POLL_S: Final = 0.005
 PATIENCE_S: Final = 60.0  # for a server that reads no more of its store; a block of a store is a few MiB
+SYNC_INTERVAL: Final = "10s"
 READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
 
 
@@ -41,7 +42,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_pending: int = 256 * MIB  # bytes buffered for a client that does not read, before the server disconnects it
     max_memory_store: int = 64 * MIB
     max_file_store: int = 64 * GIB  # at least the sum of the streams
-    sync_interval: str = "10s"  # "always" survives a power failure; a killed server loses nothing with either
+    sync_interval: str = SYNC_INTERVAL  # "always" survives a power loss; a killed server loses nothing with either
     login: Login | None = None  # required login of clients; None: every user of this machine has access
     certificate: Certificate | None = None  # TLS with it; None: no TLS
     accounts: Accounts | None = None  # of external clients, beside that of `login`; None: one account for all clients

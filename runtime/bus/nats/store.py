@@ -56,7 +56,14 @@ ELECTING = frozenset({10005, 10009, 10158})  # a cluster's servers start or elec
 TOO_MANY_AT_ONCE = 10167  # the server holds 10,000 messages or 128 MiB of this stream that it has not stored yet
 STREAM_OFFLINE = 10118  # its servers are away
 PROBE_S = 1.0  # for JetStream to answer
+STOOD_STILL_S = 1.0  # an attempt or a pause that ends this much too late: the time does not count
 HEARD_S = 3.0  # since the last of the heartbeats that the servers of a stream send once a second
+
+
+def _stood_still_s(began: float, expected_s: float) -> float:
+    """Seconds in which this process was stopped or its event loop blocked, if something took that much longer."""
+    late_s = anyio.current_time() - began - expected_s
+    return late_s if late_s > STOOD_STILL_S else 0.0
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -209,10 +216,11 @@ class Store:
         failures = 0
         failure: BusError | None = None
         while True:
+            attempt_s, began = connection.attempt_time(deadline, failures), anyio.current_time()
             try:
-                attempt_s = connection.attempt_time(deadline, failures)
                 answer = await connection.request(subject, payload, headers, attempt_s)
             except (Disconnected, AttemptTimeout, NoResponders) as error:
+                deadline += _stood_still_s(began, attempt_s)
                 if failure is None or connection.time() < deadline:
                     failure = error  # at the deadline it may have had 1 ms: the failure before says why
             else:
@@ -225,8 +233,11 @@ class Store:
                     return sequence
                 failure = ApiFailed(subject, response.error)
             connection.counters.publish_retries += 1
+            paused = anyio.current_time()
             if not await connection.pause(deadline, failures, failure):
                 raise self._give_up(subject, failure) from failure
+            if isinstance(failure, AttemptTimeout):  # such a pause takes no time
+                deadline += _stood_still_s(paused, 0.0)
             failures += 1
 
     async def _settle(self, subject: str, stream: str, error: ApiError, headers: Headers, may_be_ours: bool) -> int:

@@ -1,16 +1,13 @@
 """Pre-start checks of this machine that do not depend on actors."""
 
 from collections.abc import Iterator
-from typing import Final
 
-from runtime.node.checks.apart import Doing, unlimited
-from runtime.node.checks.buses import Asker, check_bus
+from runtime.node.checks.buses import check_bus
+from runtime.node.checks.context import CheckContext
 from runtime.node.checks.files import check_paths, paths_of
-from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.derived import max_prompt_len, trains_demonstrations, truncates
-from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import engine_places, home_node, nodes_of_engine, rank_places, sample_limit
+from runtime.settings.placement import engine_places, nodes_of_engine, rank_places, sample_limit
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.recipe import MAX_KEPT
 from runtime.settings.rules.weights import STAGES
@@ -21,8 +18,6 @@ from runtime.settings.topology import (
     critic_topology,
     sglang_arguments,
 )
-
-ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
 
 
 def not_built(topology: Topology) -> Iterator[Problem]:
@@ -51,38 +46,19 @@ def _over_nodes(topology: Topology) -> Iterator[Problem]:
                 yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
-def check_here(
-    loaded: LoadedTopology,
-    node: str | None = None,
-    *,
-    fresh: bool = False,
-    elsewhere: bool = False,
-    doing: Doing = unlimited,
-) -> Checked:
-    """Check what a topology needs on this machine, and what is not implemented yet.
+def check_here(context: CheckContext) -> None:
+    """Check what a topology needs on this machine, and what is not implemented yet."""
+    context.run(_check_settings)
+    if context.elsewhere:
+        context.left_out = tuple(_left_out(context.topology))
+    else:
+        context.run(check_machine, check_paths, check_bus)
 
-    Args:
-        loaded: the topology.
-        node: the node that this machine is; none: the one with the bus.
-        fresh: the existing run is to be discarded.
-        elsewhere: skip checks that need the machine of the run: GPUs, interpreters and packages, paths, addresses.
-        doing: called before each activity.
-    """
-    findings = Findings(loaded, doing)
-    topology = loaded.topology
-    for problem in not_built(topology):
-        findings.add(problem)
-    findings.notes.extend(_long_samples(topology))
-    findings.notes.extend(_split_tensor_groups(topology))
-    findings.notes.extend(_truncated_sampling(topology))
-    if elsewhere:
-        return findings.checked(left_out=tuple(_left_out(topology)))
-    here = node or home_node(topology)
-    check_machine(findings, here)
-    check_paths(findings, here)
-    doing("bus.url", topology.bus.url, "connecting to the server", limit_s=ASK_TIMEOUT_S)
-    check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
-    return findings.checked()
+
+def _check_settings(context: CheckContext) -> Iterator[Problem]:
+    topology = context.topology
+    context.notes += [*_long_samples(topology), *_split_tensor_groups(topology), *_truncated_sampling(topology)]
+    return not_built(topology)
 
 
 def _long_samples(topology: Topology) -> Iterator[str]:

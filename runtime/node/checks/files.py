@@ -1,53 +1,62 @@
 """Checks the paths of a topology: models, data, dumps, and the run directory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from runtime.data.data_files import DataError
+from runtime.data.dump_files import RUN_FILE, DumpedRun
 from runtime.data.rows import read_rows
-from runtime.node.checks.findings import Findings
-from runtime.node.checks.hub import HubModel, NotOnHub, offer
+from runtime.models.directory import CONFIG, VOCABULARIES, ModelError, check_links, has_file
+from runtime.models.dtypes import stored_dtype
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
+from runtime.node.checks.context import MODEL, CheckContext
+from runtime.node.checks.hub import HubModel, NotOnHub, hub_models, offer
 from runtime.settings.derived import eval_data
-from runtime.settings.placement import roles_of
+from runtime.settings.load import takes_stored_dtype
+from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
 from runtime.settings.tables.prompts import DataConfig
+from runtime.settings.tables.training import ModelConfig
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 from runtime.util.disk import free_bytes
 from runtime.util.formatting import show
 from runtime.util.secrets import read_login
 
 CHECKED_ROWS: Final = 10_000  # per data file; the buffer reads all rows
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
-WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS: Final = (SINGLE_FILE, INDEX_FILE)
 
 
-def check_paths(findings: Findings, node: str) -> None:
-    """Check every path of the topology that processes of a node read or write."""
-    topology, roles = findings.topology, roles_of(findings.topology, node)
+def check_paths(context: CheckContext) -> Iterator[Problem]:
+    """Check every path of the topology that processes of this node read or write."""
+    topology, roles = context.topology, context.roles
+    model, critic = topology.model, topology.critic
     if roles.needs_model:
-        _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
-    if topology.model.ref_load is not None and (roles.trains or roles.is_home):
-        _model(findings, "model.ref_load", topology.model.ref_load, weights=True)
-    if topology.model.opd_teacher_load is not None and (roles.trains or roles.is_home):
-        _model(findings, "model.opd_teacher_load", topology.model.opd_teacher_load, weights=True)
+        yield from _model(context, MODEL, model.hf_checkpoint, weights=not model.random_init)
+    if roles.is_home and takes_stored_dtype(context.loaded.loaded):
+        context.notes.extend(_dtype_note(model))
+    others = {"model.ref_load": model.ref_load, "model.opd_teacher_load": model.opd_teacher_load}
+    others["critic.hf_checkpoint"] = critic.hf_checkpoint
+    for key, directory in others.items() if roles.trains or roles.is_home else ():
+        if directory is not None:
+            yield from _model(context, key, directory, weights=True)
     for name, engine in topology.engines.items():
         if engine.hf_checkpoint is not None and (name in roles.pools or roles.is_home):
             weights = not engine.urls
-            _model(findings, f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, weights=weights)
-    if topology.critic.hf_checkpoint is not None and (roles.trains or roles.is_home):
-        _model(findings, "critic.hf_checkpoint", topology.critic.hf_checkpoint, weights=True)
+            yield from _model(context, f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, weights=weights)
     if roles.is_home or topology.train.num_epoch is not None:  # epochs are counted on every node
         for index, data in enumerate(topology.data):
-            _data(findings, f"data.{index}", data)
+            yield from _data(context, f"data.{index}", data)
         for index, item in enumerate(topology.eval):
-            _data(findings, f"eval.{index}", eval_data(topology, item))
+            yield from _data(context, f"eval.{index}", eval_data(topology, item))
     if roles.is_home:
-        _dumps(findings)
-    _credentials(findings)
-    _run_dir(findings)
+        yield from _dumps(context)
+    yield from _credentials(context)
+    yield from _run_dir(context)
 
 
 def paths_of(topology: Topology) -> Iterator[str]:
@@ -63,33 +72,50 @@ def paths_of(topology: Topology) -> Iterator[str]:
     return (key for key, value in named.items() if value is not None)
 
 
-def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
+def _model(context: CheckContext, key: str, value: str, *, weights: bool) -> Iterator[Problem]:
     directory = Path(value)
-    wanted = [model for model in findings.hub_models() if model.key == key]
+    wanted = [model for model in hub_models(context.loaded) if model.key == key]
     if wanted:
-        _on_hub(findings, wanted[0])
+        yield from _on_hub(context, wanted[0])
         return
     if not directory.is_dir():
-        _no_directory(findings, key, value)
+        yield from _no_directory(context, key, value)
         return
-    if not (directory / "config.json").is_file():
-        findings.problem(key, value, "no config.json in this directory")
-    if key == "model.hf_checkpoint" and not any((directory / name).is_file() for name in TOKENIZERS):
-        findings.problem(key, value, f"no tokenizer in this directory: {', '.join(TOKENIZERS[:-1])} or vocab.json")
-    if weights and not any((directory / name).is_file() for name in WEIGHTS):
+    try:
+        check_links(directory)
+        for problem in _absent_files(directory, tokenizer=key == MODEL, weights=weights):
+            yield Problem.of(key, value, problem)
+    except ModelError as error:
+        yield Problem.of(key, value, str(error))
+
+
+def _absent_files(directory: Path, *, tokenizer: bool, weights: bool) -> Iterator[str]:
+    """Yield what a model directory lacks. Raises ModelError as `has_file` does."""
+    if not has_file(directory, CONFIG):
+        yield f"no {CONFIG} in this directory"
+    if tokenizer and not any(has_file(directory, name) for name in VOCABULARIES):
+        yield f"no tokenizer in this directory: {', '.join(VOCABULARIES[:-1])} or {VOCABULARIES[-1]}"
+    if weights and not any(has_file(directory, name) for name in WEIGHTS):
         message = f"no weights in this directory: {' or '.join(WEIGHTS)}"
-        findings.problem(key, value, f"{message}; model.random_init = true draws them from run.seed")
+        yield f"{message}; model.random_init = true draws them from run.seed"
 
 
-def _on_hub(findings: Findings, model: HubModel) -> None:
+def _dtype_note(model: ModelConfig) -> Iterator[str]:
+    """Say where model.dtype comes from if config.json names none, or if tensors have another one."""
+    found = stored_dtype(Path(model.hf_checkpoint), has_weights=not model.random_init)
+    if found is not None and found.note:
+        yield f"model.dtype is unset: {found.dtype}, {found.note}"
+
+
+def _on_hub(context: CheckContext, model: HubModel) -> Iterator[Problem]:
     """Add a note on the download of a hub model that is not in the cache, or a problem."""
     try:
-        findings.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check does not download it")
+        context.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check does not download it")
     except NotOnHub as error:
-        findings.problem(model.key, model.name, str(error))
+        yield Problem.of(model.key, model.name, str(error))
 
 
-def _no_directory(findings: Findings, key: str, value: str) -> None:
+def _no_directory(context: CheckContext, key: str, value: str) -> Iterator[Problem]:
     path = Path(value)
     message = "no such directory"
     if path.name == EXPORT_DIRECTORY:
@@ -97,72 +123,88 @@ def _no_directory(findings: Findings, key: str, value: str) -> None:
         message = (
             f"no such directory yet: run {run} writes it at its end, with train.save_hf = true; start that run first"
         )
-    findings.missing(key, value, message)
+    yield context.missing(key, value, message)
 
 
-def _data(findings: Findings, key: str, data: DataConfig) -> None:
+def _data(context: CheckContext, key: str, data: DataConfig) -> Iterator[Problem]:
     for name, path in data.files.items():
         if not Path(split_slice(path)[0]).is_file():
-            findings.missing(f"{key}.files.{name}", path, "no such file")
+            yield context.missing(f"{key}.files.{name}", path, "no such file")
     if data.path is None:
         return  # a function or a class, checked with the plug-ins
     file = Path(split_slice(data.path)[0])
     if not file.exists():
-        findings.missing(f"{key}.path", data.path, "no such file")
+        yield context.missing(f"{key}.path", data.path, "no such file")
         return
     if not file.is_file():
-        findings.problem(f"{key}.path", data.path, "is not a regular file: a run reads its data again at each start")
+        yield Problem.of(f"{key}.path", data.path, "is not a regular file: a run reads its data again at each start")
         return
-    findings.doing(f"{key}.path", data.path, f"reading the first {CHECKED_ROWS:,} rows")
+    context.doing(f"{key}.path", data.path, f"reading the first {CHECKED_ROWS:,} rows")
     try:
         for _ in read_rows(data, CHECKED_ROWS):
             pass
     except DataError as error:
-        findings.problem(f"{key}.path", data.path, str(error))
+        yield Problem.of(f"{key}.path", data.path, str(error))
 
 
-def _credentials(findings: Findings) -> None:
+def _credentials(context: CheckContext) -> Iterator[Problem]:
     """Check the file with the login of an external bus."""
-    key, value = "bus.credentials", findings.topology.bus.credentials
+    key, value = "bus.credentials", context.topology.bus.credentials
     if value is None:
         return
     if not Path(value).is_file():
-        findings.missing(key, value, "no such file")
+        yield context.missing(key, value, "no such file")
         return
     try:
         read_login(Path(value))
     except (OSError, ValueError) as error:
-        findings.problem(key, value, str(error))
+        yield Problem.of(key, value, str(error))
 
 
-def _dumps(findings: Findings) -> None:
+def _dumps(context: CheckContext) -> Iterator[Problem]:
     """Check the directories of dumps to write and to read."""
-    run = findings.topology.run
+    run = context.topology.run
     if run.load is not None and not Path(run.load).is_dir():
-        findings.missing("run.load", run.load, "no such directory")
+        yield context.missing("run.load", run.load, "no such directory")
     if run.dump_details is not None:
-        _writable(findings, "run.dump_details", Path(run.dump_details))
+        yield from _writable(context, "run.dump_details", Path(run.dump_details))
+        yield from _dumps_of_others("run.dump_details", run.dump_details, run.name)
 
 
-def _run_dir(findings: Findings) -> None:
-    run, sizes = findings.topology.run, stream_sizes(findings.topology)
-    place = _writable(findings, "run.dir", Path(run.dir) / run.name)
+def _dumps_of_others(key: str, directory: str, name: str) -> Iterator[Problem]:
+    """Refuse a directory with the dumps of another run."""
+    file = Path(directory) / RUN_FILE
+    if not file.is_file():
+        return
+    try:
+        owner = msgspec.json.decode(file.read_bytes(), type=DumpedRun).run
+    except (OSError, msgspec.MsgspecError) as error:
+        yield Problem.of(key, directory, f"{file} cannot be read: {error}")
+        return
+    if owner != name:
+        message = f"holds the dumps of another run, {owner}: move them away, or name another directory"
+        yield Problem.of(key, directory, message)
+
+
+def _run_dir(context: CheckContext) -> Iterator[Problem]:
+    run, sizes = context.topology.run, stream_sizes(context.topology)
+    place = yield from _writable(context, "run.dir", Path(run.dir) / run.name)
     total, free = sizes.event_bytes + sizes.work_bytes + sizes.data_bytes, free_bytes(place)
-    if free < (least := min_free_bytes(findings.topology)):
-        findings.problem("run.dir", run.dir, f"{place}: a run needs at least {least:,} bytes; {free:,} are free")
+    if free < (least := min_free_bytes(context.topology)):
+        yield Problem.of("run.dir", run.dir, f"{place}: a run needs at least {least:,} bytes; {free:,} are free")
     elif total > free:
-        findings.notes.append(f"the streams may grow to {show_bytes(total)}; {place} has {show_bytes(free)} free")
+        context.notes.append(f"the streams may grow to {show_bytes(total)}; {place} has {show_bytes(free)} free")
 
 
-def _writable(findings: Findings, key: str, path: Path) -> Path:
+def _writable(context: CheckContext, key: str, path: Path) -> Generator[Problem, None, Path]:
     """Check that a directory can be created or written; return its nearest existing parent."""
     place = next(path for path in (path, *path.parents) if path.exists())
     if (
         link := next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)
     ) is not None:
-        findings.problem(key, str(path), f"{link} is a symbolic link that leads nowhere, or in a circle")
+        yield Problem.of(key, str(path), f"{link} is a symbolic link that leads nowhere, or in a circle")
     elif not place.is_dir():
-        findings.problem(key, str(path), f"{place} is a file, not a directory")
+        yield Problem.of(key, str(path), f"{place} is a file, not a directory")
     elif not os.access(place, os.W_OK | os.X_OK):
-        findings.problem(key, str(path), f"{place} cannot be written")
+        yield Problem.of(key, str(path), f"{place} cannot be written")
     return place

@@ -3,7 +3,6 @@
 The cache comes first and is sufficient: a name means the same files at each start, with or without a network.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
+from runtime.models.directory import CONFIG, has_file
+from runtime.models.safetensors import safetensors_files
 from runtime.settings.load import LoadedTopology, places, with_topology
 from runtime.settings.sizes import show_bytes
 from runtime.util.formatting import show
@@ -19,7 +20,6 @@ HUB_NAME: Final = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")  # orga
 PLAIN: Final = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 WEIGHTS: Final = "*.safetensors"
 CODE: Final = "*.py"
-INDEX: Final = "model.safetensors.index.json"
 ASK_TIMEOUT_S: Final = 10.0
 T = TypeVar("T")
 
@@ -165,12 +165,9 @@ def _query_hub(query: Callable[[], T]) -> T:
 
 def _is_whole(directory: Path, *, weights: bool) -> bool:
     """Return whether the needed files are there: other programs may have cached parts of the model."""
-    if not (directory / "config.json").is_file():
-        return False
-    if not weights or (directory / "model.safetensors").is_file():
-        return True
     try:
-        index = json.loads((directory / INDEX).read_bytes())
-    except (OSError, ValueError):
+        return has_file(directory, CONFIG) and bool(not weights or safetensors_files(directory))
+    except FileNotFoundError:
         return False
-    return all((directory / name).is_file() for name in set(index["weight_map"].values()))
+    except ValueError:  # its check reports it
+        return True

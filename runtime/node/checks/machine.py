@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from runtime.node.checks.findings import Findings
+from runtime.node.checks.context import ASKING_LIMIT_S, CheckContext
 from runtime.settings.devices import gpus_here, handed_out
-from runtime.settings.placement import NodeRoles, num_trainer_processes, roles_of
+from runtime.settings.placement import NodeRoles, num_trainer_processes
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.tables.observe import OPENTELEMETRY, python_of
@@ -47,14 +47,14 @@ def needed_files(topology: Topology) -> int:
     return FILES + FILES_OF_RANK * num_trainer_processes(topology) + FILES_OF_SLOT * slots
 
 
-def check_open_files(findings: Findings) -> None:
+def check_open_files(context: CheckContext) -> Iterator[Problem]:
     """Check that the open file limit allows the needed pipes and connections."""
-    needed, (_, hard) = needed_files(findings.topology), resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, (_, hard) = needed_files(context.topology), resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         message = (
             f"a process may have {hard} files open here (ulimit -n), and this run needs {needed}: raise that limit"
         )
-        findings.add(Problem(key="", message=message))
+        yield Problem(key="", message=message)
 
 
 def raise_open_files(topology: Topology) -> None:
@@ -92,40 +92,35 @@ class Needed(NamedTuple):
     extra: str  # our pip extra that installs them
 
 
-def check_machine(findings: Findings, node: str) -> None:
-    """Check what is installed and reachable.
-
-    Args:
-        node: the node that this machine is.
-    """
-    topology = findings.topology
-    check_open_files(findings)
-    findings.doing("trainer.device", topology.trainer.device, "counting GPUs with torch", limit_s=2 * ASK_TIMEOUT_S)
-    roles = roles_of(topology, node)
-    _check_gpus(findings, node, trains=roles.trains)
+def check_machine(context: CheckContext) -> Iterator[Problem]:
+    """Check what is installed and reachable."""
+    topology, roles = context.topology, context.roles
+    yield from check_open_files(context)
+    context.doing("trainer.device", topology.trainer.device, "counting GPUs with torch", limit_s=ASKING_LIMIT_S)
+    yield from _check_gpus(context)
     for needed in _needed(topology, roles):
         absent = [name for name in needed.packages if not _is_installed(name)]
         if absent:
             missing = ", ".join(absent)
             message = f'needs {missing}, not installed here: run bin/setup, or pip install "physarum[{needed.extra}]"'
-            findings.problem(needed.key, needed.value, message)
+            yield Problem.of(needed.key, needed.value, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         if name not in roles.pools and not (engine.urls and roles.is_home):
             continue  # other nodes start these engines
-        findings.doing(f"engines.{name}", engine.kind, "querying its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
-        _check_engine(findings, f"engines.{name}", engine)
+        context.doing(f"engines.{name}", engine.kind, "querying its interpreter or servers", limit_s=ASKING_LIMIT_S)
+        yield from _check_engine(context, f"engines.{name}", engine)
     if roles.is_home:
-        _check_trackers(findings)
+        yield from _check_trackers(context)
 
 
-def _check_trackers(findings: Findings) -> None:
+def _check_trackers(context: CheckContext) -> Iterator[Problem]:
     """Check that trackers have their packages and keys. No server is contacted."""
-    observe = findings.topology.observe
+    observe = context.topology.observe
     for name, tracker in observe.trackers().items():
-        _check_tracker(findings, f"observe.{name}.enabled", True, name, name, tracker.python)
+        yield from _check_tracker(context, f"observe.{name}.enabled", True, name, name, tracker.python)
     if observe.otlp.endpoint is not None:
         key, endpoint = "observe.otlp.endpoint", observe.otlp.endpoint
-        _check_tracker(findings, key, endpoint, OPENTELEMETRY, OTLP_PACKAGE, observe.otlp.python)
+        yield from _check_tracker(context, key, endpoint, OPENTELEMETRY, OTLP_PACKAGE, observe.otlp.python)
     for key, on, path in (
         ("observe.wandb.key_file", observe.wandb.enabled, observe.wandb.key_file),
         ("observe.swanlab.key_file", observe.swanlab.enabled, observe.swanlab.key_file),
@@ -134,38 +129,38 @@ def _check_trackers(findings: Findings) -> None:
             if on and path is not None:
                 read_private(Path(path))
         except (OSError, ValueError) as error:
-            findings.problem(key, path, str(error))
+            yield Problem.of(key, path, str(error))
 
 
 def _check_tracker(
-    findings: Findings, key: str, value: str | bool, name: str, package: str, set_python: str | None
-) -> None:
+    context: CheckContext, key: str, value: str | bool, name: str, package: str, set_python: str | None
+) -> Iterator[Problem]:
     """Check that a tracker's interpreter has its package."""
     python = python_of(name, set_python)
-    findings.doing(key, python, "looking for its package", limit_s=2 * ASK_TIMEOUT_S)
+    context.doing(key, python, "looking for its package", limit_s=ASKING_LIMIT_S)
     if shutil.which(python) is None:
-        findings.missing(f"{key.rpartition('.')[0]}.python", python, "no such interpreter")
+        yield context.missing(f"{key.rpartition('.')[0]}.python", python, "no such interpreter")
     elif not _answers(python, HAS_PACKAGE.format(package)):
-        findings.problem(key, value, f"needs {name}, not installed in {python}: run bin/setup --with {name}")
+        yield Problem.of(key, value, f"needs {name}, not installed in {python}: run bin/setup --with {name}")
 
 
-def _check_gpus(findings: Findings, node: str, *, trains: bool) -> None:
-    topology = findings.topology
+def _check_gpus(context: CheckContext) -> Iterator[Problem]:
+    topology, node = context.topology, context.node
     if node not in topology.nodes:
         return
     wanted, found = topology.nodes[node].gpus, gpus_here()
     if wanted > found:
         given = handed_out(os.environ)
         why = "" if given is None else f" for this process: {', '.join(given) or 'none'}, by its environment variables"
-        findings.problem(f"nodes.{node}.gpus", wanted, f"this machine has {found} GPUs{why}")
+        yield Problem.of(f"nodes.{node}.gpus", wanted, f"this machine has {found} GPUs{why}")
     elif (
-        trains
+        context.roles.trains
         and topology.trainer.device == "cuda"
         and _is_installed("torch")
         and not _answers(sys.executable, HAS_GPU)
     ):
         message = "torch finds no GPU here: it is a CPU build, or the driver is missing"
-        findings.problem("trainer.device", "cuda", message)
+        yield Problem.of("trainer.device", "cuda", message)
 
 
 def _needed(topology: Topology, roles: NodeRoles) -> Iterator[Needed]:
@@ -181,13 +176,13 @@ def _needed(topology: Topology, roles: NodeRoles) -> Iterator[Needed]:
             yield Needed(key, engine.kind, TINY_ENGINE, "engine")
 
 
-def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
+def _check_engine(context: CheckContext, key: str, engine: EngineConfig) -> Iterator[Problem]:
     for url in engine.urls:
         if (failure := _unreachable(url, 80)) is not None:
-            findings.problem(f"{key}.urls", url, f"no engine answers there: {failure}")
+            yield Problem.of(f"{key}.urls", url, f"no engine answers there: {failure}")
     if engine.kind != "sglang":
         return
-    findings.notes.append(
+    context.notes.append(
         f'{key}.kind = "sglang": tested on the CPU alone; docs/develop/verified.md says what was verified'
     )
     if engine.urls:
@@ -195,11 +190,11 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
     if engine.python is None:
         if not _is_installed("sglang"):
             message = f"SGLang is not installed in this interpreter: name one that has it with {key}.python"
-            findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "tiny", for tiny models')
+            yield Problem.of(f"{key}.kind", engine.kind, f'{message}; or kind = "tiny", for tiny models')
     elif shutil.which(engine.python) is None:
-        findings.missing(f"{key}.python", engine.python, "no such interpreter")
+        yield context.missing(f"{key}.python", engine.python, "no such interpreter")
     elif not _answers(engine.python, HAS_SGLANG, engine.env):
-        findings.problem(f"{key}.python", engine.python, "SGLang is not installed in this interpreter")
+        yield Problem.of(f"{key}.python", engine.python, "SGLang is not installed in this interpreter")
 
 
 def _is_installed(package: str) -> bool:

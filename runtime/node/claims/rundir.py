@@ -232,7 +232,8 @@ def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[
         listed = "\n".join(f"  {line}" for line in refused)
         raise RunRefused(
             f"{run_dir} holds a run with another recipe:\n{listed}\n"
-            f"resume it unchanged, choose another run.name, or start over with --fresh {run_dir.name}"
+            "to resume it, write the values before the arrows, defaults of an earlier version too; otherwise choose "
+            f"another run.name, or start over with --fresh {run_dir.name}"
         )
     return list(lines.values())
 

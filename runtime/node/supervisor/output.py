@@ -18,6 +18,8 @@ MAX_FILE_BYTES = 64 << 20  # a larger file is renamed to <name>.jsonl.1
 TAIL_LINES = 50
 MAX_SHOWN = 2000  # characters of a shown line, or of an exit reason
 RECENT_LINES = 40  # the process survived errors before these lines
+TRACEBACK = "Traceback (most recent call last)"
+FATAL = "Fatal Python error"
 
 _input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text is a message for users
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -117,6 +119,11 @@ class OutputLog:
         """Log bytes that were read from the process."""
         self._write([self._logged(line) for line in self._lines.feed(data) if line.content.strip()])
 
+    def add(self, event: str, **fields: Any) -> None:
+        """Log an event about the process, which it did not write itself."""
+        entry = {"time": _now(), "level": "warning", "event": event, "actor": self._actor, **fields}
+        self._write([without(printable_json(msgspec.json.encode(entry).decode()).encode(), self._hidden)])
+
     def end(self) -> None:
         """Log the last line of a process that ended, which may lack its newline."""
         self.feed(b"\n")
@@ -127,15 +134,38 @@ class OutputLog:
         return [text for line in lines for text in _shown(line)][-count:]
 
     def why(self) -> str | None:
-        """Return the likely cause of the end: the last logged error, else the last plain output, else None."""
-        last_words = None
-        for line in list(self._tail)[: -RECENT_LINES - 1 : -1]:
-            entry = _entry_of(line) or {}
+        """Return the likely cause of the end: the last error, else the last plain output, else None."""
+        return self.error() or self.last_words()
+
+    def error(self) -> str | None:
+        """Return the last logged error, else the exception of the last traceback, else None."""
+        for entry in self._recent():
             if entry.get("level") in ("error", "critical"):
                 return shortened(printable(_error_of(entry)), MAX_SHOWN)
-            if last_words is None and entry.get("event") == "output":
-                last_words = shortened(printable(_word(entry.get("text"))), MAX_SHOWN)
-        return last_words
+        exception = self._exception()
+        return None if exception is None or is_interrupt(exception) else exception
+
+    def last_words(self) -> str | None:
+        """Return the last plain output, None if there is none: what a process printed last need not explain its end."""
+        text = next((entry.get("text") for entry in self._recent() if entry.get("event") == "output"), None)
+        return None if text is None else shortened(printable(_word(text)), MAX_SHOWN)
+
+    def _recent(self) -> Iterator[dict[str, Any]]:
+        """The last lines, the newest first."""
+        return (_entry_of(line) or {} for line in list(self._tail)[: -RECENT_LINES - 1 : -1])
+
+    def _exception(self) -> str | None:
+        """The line of the last traceback that names its exception, or the last fatal error of an interpreter."""
+        after: str | None = None  # the oldest line after a traceback's frames, as they are read backwards
+        for entry in self._recent():
+            text = _word(entry.get("text")) if entry.get("event") == "output" else ""
+            if text.startswith(FATAL):
+                return shortened(printable(text), MAX_SHOWN)
+            if text.startswith(TRACEBACK):
+                return None if after is None else shortened(printable(after), MAX_SHOWN)
+            if text and not text.startswith(" "):
+                after = text
+        return None
 
     def crash(self) -> str | None:
         """Return the newest line that reports a crash, or None."""
@@ -177,11 +207,19 @@ class OutputLog:
         if entry is not None:
             return _one_line(content, entry)
         text = _terminal_codes.sub(b"", content).decode(errors="replace")
-        moment = datetime.fromtimestamp(time.time(), UTC).isoformat().replace("+00:00", "Z")
-        entry = dict[str, Any]({"time": moment, "level": "info", "event": "output", "actor": self._actor, "text": text})
+        entry = dict[str, Any]({"time": _now(), "level": "info", "event": "output", "actor": self._actor, "text": text})
         if line.left_out_bytes:
             entry["left_out_bytes"] = line.left_out_bytes
         return printable_json(msgspec.json.encode(entry).decode()).encode()
+
+
+def is_interrupt(text: str) -> bool:
+    """Whether an exception says only that the process was to end."""
+    return text.partition(":")[0] in ("KeyboardInterrupt", "SystemExit", "asyncio.exceptions.CancelledError")
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat().replace("+00:00", "Z")
 
 
 def readable(line: bytes) -> str:

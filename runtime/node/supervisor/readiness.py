@@ -1,7 +1,6 @@
-"""Readiness and liveness checks of a process: through its port, and by the heartbeats of its event loop."""
+"""Readiness and liveness checks of a server, through its port. Heartbeats of actors: heartbeats.py."""
 
-import os
-from typing import Final
+from collections.abc import Callable
 
 import aiohttp
 import anyio
@@ -15,12 +14,12 @@ from runtime.settings.processes import (
     WhenConfirmed,
     WhenListening,
     WhenStarted,
+    probe_interval_s,
+    probe_patience_s,
 )
 
 ASK_INTERVAL_S = 0.03
 ANSWER_TIMEOUT_S = 2.0
-PROBE_EVERY_S = 5.0
-PROBES_PER_LIMIT = 4  # at least, before a server counts as unresponsive
 
 
 async def status_of(url: str, *, timeout_s: float) -> int | None:
@@ -49,22 +48,29 @@ async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int)
                 await anyio.sleep(ASK_INTERVAL_S)
 
 
-async def wait_until_silent(probe: Question, host: str, port: int, limit_s: float) -> None:
+Note = Callable[[float], None]  # gets the seconds of silence after each check
+
+
+def _ignore(_: float) -> None:
+    pass
+
+
+async def wait_until_silent(probe: Question, host: str, port: int, limit_s: float, note: Note = _ignore) -> None:
     """Return when a server has not answered for `limit_s`.
 
-    A slow answer counts as an answer: a probe waits for half of the limit. Time in which this process itself was
-    suspended does not count.
+    A slow answer counts as an answer. Time in which this process itself was suspended does not count.
     """
-    every_s = min(PROBE_EVERY_S, limit_s / PROBES_PER_LIMIT)
+    every_s = probe_interval_s(limit_s)
     silent_s = 0.0
     while silent_s < limit_s:
         await anyio.sleep(every_s)
-        patience_s = min(limit_s / 2, max(every_s, limit_s - silent_s - every_s))
+        patience_s = probe_patience_s(limit_s, silent_s)
         began = anyio.current_time()
         if await _responds(probe, host, port, patience_s):
             silent_s = 0.0
         else:
             silent_s += every_s + min(patience_s, anyio.current_time() - began)
+        note(silent_s)
 
 
 async def _responds(probe: Question, host: str, port: int, timeout_s: float) -> bool:
@@ -94,59 +100,3 @@ async def _listens(host: str, port: int) -> bool:
         except OSError:
             return False
     return False
-
-
-LOOK_EVERY_S: Final = 5.0
-LOOKS_PER_LIMIT: Final = 4  # at least, before a process counts as unresponsive
-LATE: Final = 2.0  # times the planned wait: this process, and maybe the whole machine, was suspended
-FIRST_WITHIN_S: Final = 1800.0  # from the start to the first heartbeat: imports may come from a slow disk
-CHUNK: Final = 1 << 16  # bytes: the capacity of a pipe
-
-
-class Heartbeats:
-    """The heartbeat pipe of a process, across its restarts."""
-
-    def __init__(self) -> None:
-        self._signs, self.given = os.pipe()  # the process writes to `given`
-        os.set_blocking(self._signs, False)
-
-    def had_sign(self) -> bool:
-        """Return whether there was a heartbeat since the last check."""
-        try:
-            return bool(os.read(self._signs, CHUNK))
-        except BlockingIOError:
-            return False
-
-    def close(self) -> None:
-        os.close(self._signs)
-        os.close(self.given)
-
-
-def stillness(still_s: float, *, waited_s: float, planned_s: float, sign: bool) -> float:
-    """Return the seconds without a heartbeat after one more check.
-
-    Args:
-        still_s: the same before this check.
-        waited_s: time since the previous check.
-        planned_s: planned time between checks. A much longer wait resets the count: the process may not have run.
-        sign: there was a heartbeat.
-    """
-    return 0.0 if sign or waited_s > LATE * planned_s else still_s + waited_s
-
-
-async def wait_until_still(heartbeats: Heartbeats, limit_s: float) -> None:
-    """Return when a new process has sent no heartbeat for `limit_s`, or no first one within FIRST_WITHIN_S.
-
-    Args:
-        heartbeats: the pipe of its heartbeats.
-        limit_s: seconds without a heartbeat, counted over checks that were on time.
-    """
-    planned_s = min(LOOK_EVERY_S, limit_s / LOOKS_PER_LIMIT)
-    heartbeats.had_sign()  # discards those of the previous process
-    still_s, patience_s, looked = 0.0, max(limit_s, FIRST_WITHIN_S), anyio.current_time()
-    while still_s < patience_s:
-        await anyio.sleep(planned_s)
-        now, sign = anyio.current_time(), heartbeats.had_sign()
-        patience_s = limit_s if sign else patience_s
-        still_s = stillness(still_s, waited_s=now - looked, planned_s=planned_s, sign=sign)
-        looked = now

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from runtime.settings.processes import ProcessSpec
+from runtime.util.stacks import Culprit
 
 STOPPED: Final = "stopped"  # reason of an exit that the node daemon asked for
 
@@ -28,6 +29,15 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
+class Silent(msgspec.Struct, frozen=True, kw_only=True):
+    """A process has shown no sign of life for some time, or shows one again. It runs on."""
+
+    spec: ProcessSpec
+    pid: int
+    silent_s: float  # so far, or until it answered
+    answers: bool  # again
+
+
 class Exited(msgspec.Struct, frozen=True, kw_only=True):
     """A process ended."""
 
@@ -36,6 +46,16 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int  # negative: killed by that signal
     reason: str
     restart_in_s: float | None  # none: there is no restart
+
+
+class Blocked(msgspec.Struct, frozen=True, kw_only=True):
+    """A call blocks the event loop of a process, or has blocked it."""
+
+    spec: ProcessSpec
+    pid: int
+    blocked_s: float  # so far
+    ended: bool
+    culprit: Culprit
 
 
 class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,5 +68,5 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     tail: tuple[str, ...]  # its last lines
 
 
-Change = Started | Ready | Exited | GivenUp
+Change = Started | Ready | Silent | Blocked | Exited | GivenUp
 Listener = Callable[[Change], None]

@@ -5,6 +5,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -12,12 +13,13 @@ import anyio.abc
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.node.supervisor import guardian
-from runtime.node.supervisor.output import OutputLog
+from runtime.node.supervisor.heartbeats import Block, Heartbeats, wait_until_still
+from runtime.node.supervisor.output import OutputLog, is_interrupt
 from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
-from runtime.node.supervisor.readiness import Heartbeats, wait_until_ready, wait_until_silent, wait_until_still
+from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
 from runtime.node.supervisor.restarts import Agreement, RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
-from runtime.node.supervisor.state_changes import STOPPED, Exited, GivenUp, Listener, Ready, Started
+from runtime.node.supervisor.state_changes import STOPPED, Blocked, Exited, GivenUp, Listener, Ready, Silent, Started
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
 from runtime.settings.placement import LOOPBACK
@@ -25,11 +27,17 @@ from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, T
 from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 from runtime.util.formatting import count_of, signal_name
 from runtime.util.secrets import Secret, split_login
+from runtime.util.stacks import Culprit, culprit
 
 DRAIN_S = 1.0  # for the last output of a process that ended
 STOP_WITHIN_S = 8.0
 TIER_RESERVE_S = 1.5  # reserved for each tier that is still to be stopped
 TIERS_OF_RUN = (Tier.BUS, Tier.SERVICE, Tier.ACTOR)
+
+ENDED_FROM_OUTSIDE = (
+    *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
+    *(128 + number for number in (signal.SIGTERM, signal.SIGINT)),
+)
 
 _LASTING = {
     EXIT_INPUT_ERROR: "input error",
@@ -74,6 +82,8 @@ class Supervisor:
         self._port: int | None = None
         self._late = ""  # why the wait for readiness ended, if it failed
         self._silent = False  # it stopped answering probes
+        self._blocked_by = Culprit()  # what blocked its event loop last, if it still does
+        self._silent_s = 0.0  # without a sign of life, if it was named for that
         self._killed_for = ""  # reason of a kill request; the process is restarted
         self._began = 0.0  # start of the process, on the event loop's clock
 
@@ -178,7 +188,7 @@ class Supervisor:
 
     async def _attend(self, child: Child) -> int:
         self._child, self._late, self._silent, self._ended_with, self._killed_for = child, "", False, "", ""
-        self._came_up = False
+        self._came_up, self._blocked_by, self._silent_s = False, Culprit(), 0.0
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -237,11 +247,38 @@ class Supervisor:
                 return
             case SendsHeartbeats():
                 assert self._heartbeats is not None
-                await wait_until_still(self._heartbeats, self.spec.unresponsive_after_s)
+                blocked = partial(self._note_block, child.pid)
+                await wait_until_still(
+                    self._heartbeats, self.spec.unresponsive_after_s, child.pid, blocked, self._note_silence
+                )
             case probe:
-                await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
+                limit_s = self.spec.unresponsive_after_s
+                await wait_until_silent(probe, host or "", self._port or 0, limit_s, self._note_silence)
         self._silent = not self._stop_requested.is_set()
         child.kill()  # SIGTERM does not end a stopped or blocked process
+
+    def _note_block(self, pid: int, block: Block) -> None:
+        """Report a call that blocks the event loop, and write the stacks to the log of the process."""
+        found = culprit(block.stacks, block.loop_thread, self.spec.functions)
+        known, is_over = self._blocked_by, block.ended and not block.ended_process
+        self._blocked_by = Culprit() if is_over else found
+        if self._stop_requested.is_set():
+            return
+        if block.stacks and not (block.ended and found == known):
+            seconds = round(block.blocked_s, 1)
+            self._log.add("event_loop_blocked", blocked_s=seconds, **found._asdict(), stacks=block.stacks)
+        blocked = Blocked(spec=self.spec, pid=pid, blocked_s=block.blocked_s, ended=block.ended, culprit=found)
+        self._announce(blocked)
+
+    def _note_silence(self, silent_s: float) -> None:
+        """Name a process that shows no sign of life, and once more when it shows one again."""
+        child, before_s = self._child, self._silent_s
+        if child is None or (silent_s < self.spec.silent_after_s and not before_s):
+            return
+        self._silent_s = silent_s
+        if not silent_s or not before_s:
+            shown_s = silent_s or before_s
+            self._announce(Silent(spec=self.spec, pid=child.pid, silent_s=shown_s, answers=not silent_s))
 
     def _after_end(self, pid: int, code: int) -> float | None:
         if self._stop_requested.is_set():
@@ -273,14 +310,21 @@ class Supervisor:
             return self._late
         if self._silent:
             what = "event loop was blocked" if self._heartbeats is not None else "did not answer"
-            return f"{what} for {self.spec.unresponsive_after_s:g} s"
+            by = " by ".join(filter(None, ["", self._blocked_by.function]))
+            where = f": {self._blocked_by.place}" if self._blocked_by.place else ""
+            return f"{what} for {self.spec.unresponsive_after_s:g} s{by}{where}"
         if self._ended_with and self.spec.restart_group is not None:
             return f"{self._ended_with}, another process of restart group {self.spec.restart_group.name}, had ended"
-        how = describe_exit(code)
-        cause = self._log.why()
-        if code in (-signal.SIGKILL, -signal.SIGTERM):  # its last error is a cause only if a crash
+        how, words = describe_exit(code), None
+        if code in ENDED_FROM_OUTSIDE:  # its last error is a cause only if a crash
             cause = self._log.crash()
-        return f"{cause} ({how})" if cause else how
+        else:
+            cause, words = self._log.error(), self._log.last_words()
+            if code in _LASTING:  # a program says on its standard error what is wrong with its input
+                cause = cause or words
+        if cause:
+            return f"{cause} ({how})"
+        return f"{how}; its last output: {words}" if words and not is_interrupt(words) else how
 
     def _choose_port(self) -> int | None:
         request = self.spec.port
@@ -448,4 +492,6 @@ def describe_exit(code: int) -> str:
     """Describe an exit code."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
+    if code - 128 in (signal.SIGINT, signal.SIGTERM):
+        return f"exit code {code}, as after {signal_name(code - 128)}"
     return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"

@@ -1,16 +1,41 @@
 """The base of every settings table, and the error that lists its problems."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, ClassVar, Final, Self
 
 import msgspec
 
 from runtime.util.formatting import show
 from runtime.util.secrets import without_logins
 
+SET: Final = "--set"  # origin of keys from overrides
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every settings table. Frozen. Decoding refuses unknown keys and checks bounds."""
+    """Base of every settings table. Frozen. Decoding refuses unknown keys and checks bounds.
+
+    A stranger's file may set the harmless keys of a table that declares itself `harmless`. In all other tables a number
+    or a choice can ask for processes, memory or time of this machine.
+    """
+
+    harmless = False
+
+
+class Choice(Config, frozen=True, kw_only=True):
+    """Base of tables whose key `type` chooses what they are: one class for each type, with the keys of that type."""
+
+    formula: ClassVar[str] = ""  # as `--plan` shows it: {name} is a field or a property of the class
+    source: ClassVar[str] = ""
+
+    @property
+    def type(self) -> Any:  # a string: only the union of classes says which ones a key allows
+        """The value of `type`."""
+        return type_of(type(self))
+
+
+def type_of(choice: type[Config]) -> str:
+    """Return the value of `type` that chooses a table."""
+    return str(choice.__struct_config__.tag)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,67 +1,58 @@
-"""Generates docs/reference/combinations.md from the one declaration of what combines in [algorithm]."""
+"""Generates docs/reference/combinations.md from the classes of losses and estimators."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
-from runtime.settings.rules.algorithm import APPLIES, REFUSALS, refusal
-from runtime.settings.tables.algorithm import Estimator, LossMode
+from runtime.settings.reading.config import type_of
+from runtime.settings.rules.algorithm import OF_ESTIMATOR, OF_LOSS, allows
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss
 
 HEAD: Final = """# What combines
 
-Written by `bin/describe-settings` from `runtime/settings/rules/algorithm.py`; do not edit.
+Written by `bin/describe-settings` from `runtime/settings/tables/losses.py` and `estimators.py`; do not edit.
 
-`--check` refuses what this page does not allow, with the reason. A test computes every allowed pair of estimator and
-loss, and shows that every other pair is refused. All settings are in `[algorithm]`.
+Every loss combines with every estimator, correction, KL estimate and reduction, but for what this page says. `--check`
+refuses the rest, with the reason. A test computes every pair of estimator and loss. All settings are in `[algorithm]`;
+the keys of each type are in [settings](settings.md).
 """
-CORRECTIONS: Final = ("use_tis", "use_rs", "use_opsm")
 
 
 def combinations_page() -> str:
     """Return the text of docs/reference/combinations.md."""
-    return "\n".join([HEAD, *_pairs(), "", *_corrections(), "", *_settings(), ""])
+    losses = [table for table in get_args(Loss) if table.learns_from == "samples"]
+    return "\n".join([HEAD, *_losses(losses), "", *_estimators(get_args(Estimator)), ""])
 
 
-def _pairs() -> Iterator[str]:
-    yield "## Estimator and loss\n"
-    yield "`advantage_estimator` in rows, `loss_mode` in columns. A number is the reason below the table.\n"
-    losses: Sequence[LossMode] = get_args(LossMode)
-    estimators: Sequence[Estimator] = get_args(Estimator)
-    reasons = list(dict.fromkeys(item.reason for item in REFUSALS))
-    yield from _head(["", *losses])
-    for estimator in estimators:
-        found = [refusal(estimator, loss) for loss in losses]
-        yield _row([f"`{estimator}`", *(str(reasons.index(reason) + 1) if reason else "yes" for reason in found)])
-    yield ""
-    for number, reason in enumerate(reasons, 1):
-        yield f"{number}. It {reason}."
-
-
-def _corrections() -> Iterator[str]:
+def _losses(losses: Sequence[Any]) -> Iterator[str]:
     yield "## Loss and correction\n"
-    yield "`loss_mode` in rows. Losses with no correction compare with the engine themselves.\n"
-    yield from _head(["", *CORRECTIONS])
-    for loss in get_args(LossMode):
-        yield _row([f"`{loss}`", *("yes" if loss in APPLIES[name].choices else "no" for name in CORRECTIONS)])
+    yield "Losses without a correction compare with the engine themselves.\n"
+    yield from _head(["`loss.type`", *(f"`{name}`" for name in OF_LOSS), "`bypass_mode` with `tis`"])
+    for loss in losses:
+        fits = [*(allows(loss, name) for name in OF_LOSS), not loss.has_ratio]
+        yield _row([f"`{type_of(loss)}`", *map(_answer, fits)])
     yield ""
-    yield "- `use_tis` and `use_rs` need old log-probs of the trainer: not with `use_rollout_logprobs`, unless"
+    yield "- `tis` and `rs` need old log-probs of the trainer: not with `use_rollout_logprobs`, unless"
     yield "  `bypass_mode = true`."
-    yield '- `bypass_mode` with `use_tis`: `loss_mode = "gpg"` alone. Other losses would count a ratio twice.'
-    yield "- `bypass_mode` with `use_rs` alone: `gpg`, or any loss above with `use_rollout_logprobs = true`."
+    yield "- `bypass_mode` with `tis`: other losses would count a ratio twice."
+    yield "- `bypass_mode` with `rs` alone: `gpg`, or any loss with `use_rollout_logprobs = true`."
 
 
-def _settings() -> Iterator[str]:
-    yield "## Settings that need a choice\n"
-    yield "A setting that is changed without its choice has no effect, and is refused.\n"
-    yield from _head(["setting", "needs"])
-    for name, applies in APPLIES.items():
-        if name in CORRECTIONS:
-            continue
-        choices = "`true`" if applies.choices == (True,) else ", ".join(f"`{choice}`" for choice in applies.choices)
-        yield _row([f"`{name}`", f"`{applies.key}`: {choices}"])
+def _estimators(estimators: Sequence[Any]) -> Iterator[str]:
+    yield "## Estimator and reward\n"
+    yield "An estimator that whitens needs `normalize_advantages = true`.\n"
+    yield from _head(["`estimator.type`", *(f"`{name}`" for name in OF_ESTIMATOR), "compares a group", "whitens"])
+    for estimator in estimators:
+        fits = [*(allows(estimator, name) for name in OF_ESTIMATOR), estimator.compares, estimator.whitens]
+        yield _row([f"`{type_of(estimator)}`", *map(_answer, fits)])
+
+
+def _answer(fits: bool) -> str:
+    return "yes" if fits else "no"
 
 
 def _head(cells: Sequence[str]) -> Iterator[str]:
-    yield _row(f"`{cell}`" if cell in get_args(LossMode) or cell in CORRECTIONS else cell for cell in cells)
+    yield _row(cells)
     yield "|" + "---|" * len(cells)
 
 

@@ -14,8 +14,10 @@ from typing import Any, Final, get_origin
 
 import msgspec
 
-from runtime.settings.reading.config import Config
-from runtime.settings.reading.schema import describe, is_config, item_type
+from runtime.settings.objective import formula_of
+from runtime.settings.reading.access import Access, access_of
+from runtime.settings.reading.config import Choice, Config, type_of
+from runtime.settings.reading.schema import choices, describe, is_config, item_type
 from runtime.settings.recipe import Recipe
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
@@ -31,13 +33,19 @@ set of tables: any key may be in either file, and can be set for one start with 
 
 Keys are written as `--set` takes them. In a file `data.0` is the first `[[data]]`, `data.1` the second, and
 `engines.<name>` is `[engines.policy]`. Later values win, in this order: included files, the file itself, `--set`.
-Tables are merged key by key; lists are replaced whole. A default of none means that the key is left out; `--set
-key=none` leaves it out for one start.
+Tables are merged key by key, but a table with another `type` replaces the one before; lists are replaced whole.
+A default of none means that the key is left out; `--set key=none` leaves it out for one start.
+
+A table with a `type` has the keys of that type: `[algorithm.loss]` with `type = "gspo"` has those of the section with
+this name. Without `type` it has the default one. `type = "none"` leaves out a table that has no default.
 
 `include = "recipes/demo.toml"` at the top of a file (or a list) names files that are read first. They are looked up
 in the folder of the file and among the shipped topologies.
 
 `bin/start-topology FILE --check` reports all violated rules between keys at once.
+
+The end of a description says what the key names or decides, if it is not harmless. Such keys of a stranger's dump need
+`--trust`, and so do all keys of most tables ([files from other people](../run/security.md#dumps)).
 """
 RECIPE: Final = "\n# Recipe: what is trained\n"
 TOPOLOGY: Final = "\n# Topology: what runs where\n"
@@ -82,7 +90,9 @@ def _fields(source: str) -> Iterator[tuple[str, int, int]]:
     if not isinstance(table, ast.ClassDef):
         raise TypeError(f"not the source of a class: {source.partition(':')[0]}")
     for field in table.body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+        if not isinstance(field, ast.AnnAssign) or ast.unparse(field.annotation).startswith("ClassVar"):
+            continue
+        if isinstance(field.target, ast.Name):
             yield field.target.id, field.lineno, field.end_lineno or field.lineno
 
 
@@ -126,12 +136,16 @@ def tables_of(whole: Table) -> Iterator[Table]:
     """Yield a table and all tables in it, outer tables first."""
     yield whole
     for field in msgspec.structs.fields(whole.config):
-        if not _is_plain(field):
+        for config in choices(field.type).values():
+            key = key_of(whole, field)
+            heading = f'[{key}] type = "{type_of(config)}"'
+            yield from tables_of(Table(config=config, place=key, heading=heading))
+        if is_config(field.type) or item_type(field.type) is not None:
             yield from tables_of(_inner(whole, field))
 
 
 def _inner(whole: Table, field: msgspec.structs.FieldInfo) -> Table:
-    key = _key(whole, field)
+    key = key_of(whole, field)
     place, heading = {
         dict: (f"{key}.<name>", f"[{key}.<name>]"),
         tuple: (f"{key}.0", f"[[{key}]]"),
@@ -141,10 +155,10 @@ def _inner(whole: Table, field: msgspec.structs.FieldInfo) -> Table:
 
 
 def _is_plain(field: msgspec.structs.FieldInfo) -> bool:
-    return not is_config(field.type) and item_type(field.type) is None
+    return not is_config(field.type) and item_type(field.type) is None  # also the `type` of a table that has one
 
 
-def _key(table: Table, field: msgspec.structs.FieldInfo) -> str:
+def key_of(table: Table, field: msgspec.structs.FieldInfo) -> str:
     return f"{table.place}.{field.encode_name}".lstrip(".")
 
 
@@ -155,7 +169,12 @@ def _top(table: Table) -> str:
 def _section(table: Table) -> str:
     heading = f"## `{table.heading}`" if table.heading else "## Above all tables"
     about = (table.config.__doc__ or "").partition("\n")[0]
+    if issubclass(table.config, Choice):
+        about = " ".join(inspect.cleandoc(table.config.__doc__ or "").split()) + _formula(table.config)
     note = f" {table.note}" if table.note else ""
+    note += (
+        "" if table.config.harmless or not table.heading else " In a stranger's dump all of its keys need `--trust`."
+    )
     fields = [field for field in msgspec.structs.fields(table.config) if _is_plain(field)]
     expert = expert_settings(table.config)
     rows = "".join(_row(table, field) for field in fields if field.name not in expert)
@@ -164,13 +183,34 @@ def _section(table: Table) -> str:
     return text + (f"\n{EXPERT}{ROWS}{expert_rows}" if expert_rows else "")
 
 
+def _formula(config: type[Choice]) -> str:
+    """Say the formula of a type with its defaults, and its source."""
+    if not config.formula or any(field.required for field in msgspec.structs.fields(config)):
+        return ""
+    formula = formula_of(config(), old="old policy", scale="length")
+    return f" `{formula}`{f' ({config.source})' if config.source else ''}."
+
+
 def _row(table: Table, field: msgspec.structs.FieldInfo) -> str:
-    cells = (describe(field.type), _default(field), meanings(table.config)[field.name])
-    return f"| `{_key(table, field)}` | {' | '.join(cell.replace('|', BAR) for cell in cells)} |\n"
+    tables, key, allowed = choices(field.type), key_of(table, field), describe(field.type)
+    if tables:
+        key, allowed = f"{key}.type", f"one of {', '.join(repr(name) for name in tables)}"
+    cells = (allowed, _default(field), f"{meanings(table.config)[field.name]}{_names(field)}")
+    return f"| `{key}` | {' | '.join(cell.replace('|', BAR) for cell in cells)} |\n"
+
+
+def _names(field: msgspec.structs.FieldInfo) -> str:
+    """Say what a key gives access to; nothing of one that its table describes."""
+    access = access_of(field.type)
+    if access is None or access is Access.HARMLESS:
+        return ""
+    return f" {'Decides' if access is Access.RUNNING else 'Names'} {access.value}."
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     value: Any = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    if isinstance(value, Choice):
+        value = value.type
     return "none" if value is None else f"`{show(value)}`"

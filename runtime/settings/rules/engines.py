@@ -66,7 +66,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
     if POLICY not in topology.engines and not answers_are_recorded(topology):
         message = (
             "missing: the pool that generates the samples to train on; "
-            'only demonstrations (algorithm.loss_type = "sft_loss") need none'
+            'only demonstrations (algorithm.loss.type = "sft") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
     used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology), *other_pools(topology))))
@@ -75,7 +75,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             allowed = f"{', '.join(used)}, a pool of a judge (reward.judges.NAME.pool), and pools in rollout.pools"
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {allowed}")
         if trains_demonstrations(topology):
-            message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
+            message = f'no actor uses this pool with algorithm.loss.type = "{topology.algorithm.loss.type}": remove it'
             yield Problem(key=f"engines.{name}", message=message)
         yield from _engine(engine, f"engines.{name}")
         if name == POLICY:
@@ -148,7 +148,7 @@ def _frozen(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(f"engines.{POLICY}.hf_checkpoint", policy.hf_checkpoint, message)
     for index, data in enumerate(topology.data):
         if data.teacher is not None and not asks_teachers(topology.algorithm):
-            message = 'has no effect without algorithm.use_opd = true and algorithm.opd_type = "sglang"'
+            message = 'has no effect without algorithm.opd.type = "sglang"'
             yield Problem.of(f"data.{index}.teacher", data.teacher, message)
         elif data.teacher == POLICY:
             message = "is the pool of the model that is trained; a teacher has a pool of its own"
@@ -161,7 +161,7 @@ def _frozen(topology: Topology) -> Iterator[Problem]:
         if engine is not None and name != POLICY:
             yield from _frozen_pool(engine, key)
         elif engine is None and name in frozen:
-            message = 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'
+            message = 'missing: the engines of a teacher, which algorithm.opd.type = "sglang" needs'
             yield Problem(key=key, message=message)
 
 

@@ -76,7 +76,7 @@ def _critic_ranks(topology: Topology) -> Iterator[Problem]:
     """Yield problems of the critic's own ranks: on another device than the actor's, or without effect."""
     trainer, own = topology.trainer, topology.trainer.critic
     if own.are_set and not critic_has_ranks(topology):
-        message = 'has no effect without a critic: algorithm.advantage_estimator = "ppo"'
+        message = 'has no effect without a critic: algorithm.estimator.type = "ppo"'
         yield Problem(key=OF_CRITIC, message=message)
     if not own.are_set and own != CriticRanksConfig():
         needed = f"{OF_CRITIC}.gpus" if trainer.device == "cuda" else f"{OF_CRITIC}.num_processes"

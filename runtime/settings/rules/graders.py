@@ -1,22 +1,23 @@
 """Rules of graders, judges and rewards."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from runtime.settings.derived import (
-    estimator,
     eval_data,
     needs_baseline,
+    reward_keys,
     trains_demonstrations,
 )
-from runtime.settings.placement import home_node, is_loopback
+from runtime.settings.placement import home_node
 from runtime.settings.reading.config import Problem
+from runtime.settings.tables.estimators import CustomEstimator
 from runtime.settings.tables.reward import GraderLimits, JudgeConfig, RewardConfig
 from runtime.settings.topology import JUDGE, POLICY, Topology, answers_are_recorded
 
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 REMOTE_RM = "remote_rm"  # the grader of reward.rm_url
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
-TAKES_TOKEN_REWARDS = ("ppo", "reinforce_plus_plus", "custom")  # estimators that read a reward per token
 
 
 def grader_problems(topology: Topology) -> Iterator[Problem]:
@@ -50,31 +51,32 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
         return
     algorithm, reward = topology.algorithm, topology.reward
     if needs_baseline(algorithm) and reward.group_rm:
-        message = 'cannot be combined with algorithm.advantage_estimator = "remax", whose greedy sample is in no group'
+        message = 'cannot be combined with algorithm.estimator.type = "remax", whose greedy sample is in no group'
         yield Problem.of("reward.group_rm", True, message)
-    if not algorithm.gdpo_reward_keys:
+    keys = reward_keys(algorithm)
+    if not keys:
         return
     if reward.reward_key is None:
-        message = "needed with algorithm.gdpo_reward_keys: the value in the dict that metrics and filters read"
+        message = "needed with algorithm.estimator.reward_keys: the value in the dict that metrics and filters read"
         yield Problem.of("reward.reward_key", None, message)
     for index, item in enumerate(topology.data):
         name = item.rm_type
         parsed = (judge for judge, config in reward.judges.items() if ":" in config.parser)
-        sums = (each for each, weights in reward.sums.items() if weights.keys() >= set(algorithm.gdpo_reward_keys))
+        sums = (each for each, weights in reward.sums.items() if weights.keys() >= set(keys))
         own = (*reward.graders, *reward.external, *parsed, *sums)
         if name is not None and ":" not in name and name not in (*own, REMOTE_RM):
             needed = "a function of yours that returns a dict, or a sum with these parts"
-            message = f"gives no rewards of these names; algorithm.gdpo_reward_keys needs {needed}"
+            message = f"gives no rewards of these names; algorithm.estimator.reward_keys needs {needed}"
             yield Problem.of(f"data[{index}].rm_type", name, message)
 
 
 def _rewards_per_token(topology: Topology) -> Iterator[Problem]:
     """Refuse rewards per turn or token for estimators that read one reward per sample."""
-    per, chosen = topology.reward.per, estimator(topology.algorithm)
-    if per == "sample" or trains_demonstrations(topology) or chosen in TAKES_TOKEN_REWARDS:
+    per, chosen = topology.reward.per, topology.algorithm.estimator
+    if per == "sample" or trains_demonstrations(topology) or chosen.of_tokens or isinstance(chosen, CustomEstimator):
         return
-    message = f'"{chosen}" reads one reward per sample: let the grader return the sum, or set '
-    message += 'algorithm.advantage_estimator = "ppo" or "reinforce_plus_plus", or algorithm.custom_advantage'
+    message = f'"{chosen.type}" reads one reward per sample: let the grader return the sum, or set '
+    message += 'algorithm.estimator.type = "ppo", "reinforce_plus_plus" or "custom"'
     yield Problem.of("reward.per", per, message)
 
 
@@ -104,8 +106,9 @@ def _external_graders(topology: Topology) -> Iterator[Problem]:
             key, external, f"{', '.join(both)} is in reward.graders too: the run's own actors would run it"
         )
     home = home_node(topology)
-    if topology.bus.url is None and len(topology.nodes) == 1 and is_loopback(topology.nodes[home].address or "::1"):
-        yield Problem.of(key, external, f"external workers cannot reach the bus: set nodes.{home}.address")
+    if topology.bus.url is None and len(topology.nodes) == 1 and topology.nodes[home].address is None:
+        message = f'external workers cannot reach the bus: set nodes.{home}.address to "auto", or to "127.0.0.1" for '
+        yield Problem.of(key, external, message + "workers on this machine alone")
 
 
 def _needs_of_graders(topology: Topology) -> Iterator[Problem]:
@@ -183,6 +186,10 @@ def _request_of_judge(judge: JudgeConfig, key: str) -> Iterator[Problem]:
                 f"the run sets this field; set {key}.{name}" if name in ("temperature", "max_tokens") else "not allowed"
             )
             yield Problem.of(f"{key}.extra_body.{name}", judge.extra_body[name], why)
+    stop: Any = judge.extra_body.get("stop")
+    if stop == "" or (isinstance(stop, list) and "" in stop):
+        message = "an empty stop text ends each answer at its first token"
+        yield Problem.of(f"{key}.extra_body.stop", judge.extra_body["stop"], message)
     if judge.parser not in PARSERS and ":" not in judge.parser:
         allowed = f"allowed: {', '.join(PARSERS)}, module:function, path/file.py:function"
         yield Problem.of(f"{key}.parser", judge.parser, allowed)

@@ -1,13 +1,14 @@
 """Recipe rules: impossible combinations, and settings without effect."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 
 from runtime.bus.limits import MAX_EVENT_BYTES
+from runtime.functions.load import is_plugin, project_of
 from runtime.settings.derived import (
     MIX_BLOCK,
-    agg_mode,
     max_prompt_len,
     needs_baseline,
     over_sampling_batch_size,
@@ -16,13 +17,12 @@ from runtime.settings.derived import (
     trains_reward_model,
     truncates,
 )
-from runtime.settings.plugins import is_plugin
-from runtime.settings.reading.config import Problem
+from runtime.settings.reading.config import Problem, type_of
 from runtime.settings.recipe import Recipe
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
-from runtime.settings.slime.functions import PREFIX
-from runtime.settings.tables.algorithm import PAIR_LOSSES
+from runtime.settings.tables.algorithm import RolloutMean
+from runtime.settings.tables.losses import Loss
 from runtime.settings.tables.prompts import EvalConfig
 
 OF_SAMPLES = (  # keys of an evaluation set that have no meaning for preference pairs
@@ -44,6 +44,7 @@ EVENT_ROOM_BYTES = 64 << 10  # for the parts of an event that do not grow
 def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield all problems of a recipe."""
     rules = (
+        _not_converted,
         _batches,
         _collection,
         _sources,
@@ -57,11 +58,18 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _weight_updates,
         _schedule,
         _names,
+        _template_arguments,
         _evaluation,
         _events,
     )
     for rule in rules:
         yield from rule(recipe)
+
+
+def _not_converted(recipe: Recipe) -> Iterator[Problem]:
+    for flag, lost in recipe.not_converted.items():
+        message = f"is not followed: {lost}; delete this line of [not_converted] once the run may go without it"
+        yield Problem(key=f"not_converted.{flag}", message=message)
 
 
 def _batches(recipe: Recipe) -> Iterator[Problem]:
@@ -102,11 +110,11 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
         message = f"is below rollout.max_staleness = {rollout.max_staleness}: whole batches would be too stale to train"
         yield Problem.of("rollout.max_token_staleness", stale, message)
     if rollout.custom_rollout is not None and needs_baseline(recipe.algorithm):
-        message = 'does not generate the greedy sample of algorithm.advantage_estimator = "remax"'
+        message = 'does not generate the greedy sample of algorithm.estimator.type = "remax"'
         yield Problem.of("rollout.custom_rollout", rollout.custom_rollout, message)
-    generate = rollout.custom_generate
-    if (rollout.custom_rollout or "").startswith(PREFIX) and not (generate or PREFIX).startswith(PREFIX):
-        message = "must be a function of slime too, which the rollout function of slime calls"
+    generate, project = rollout.custom_generate, project_of(rollout.custom_rollout or "")
+    if project is not None and generate is not None and project_of(generate) != project:
+        message = f"must be a function of {project} too, which the rollout function of {project} calls"
         yield Problem.of("rollout.custom_generate", generate, message)
     number, most = rollout.custom_rollout_prompts, over_sampling_batch_size(rollout)
     if number > 1 and rollout.custom_rollout is None:
@@ -127,6 +135,9 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key=f"{key}.path", message=message)
         if item.files and item.source_class is None:
             yield Problem.of(f"{key}.files", item.files, f"has no effect without {key}.source_class")
+        if item.continue_final_message and trains_demonstrations(recipe):
+            message = "has no effect: the last message of a demonstration is its response"
+            yield Problem.of(f"{key}.continue_final_message", True, message)
         if not given or given == ["path"]:
             continue
         own = f"{key}.{given[-1]}"
@@ -180,8 +191,8 @@ def _sampling_masks(recipe: Recipe) -> Iterator[Problem]:
     if not rollout.return_sampling_mask:
         return
     if trains_demonstrations(recipe):
-        loss_type = recipe.algorithm.loss_type
-        yield Problem.of(key, True, f'has no effect with algorithm.loss_type = "{loss_type}": nothing is sampled')
+        loss = recipe.algorithm.loss.type
+        yield Problem.of(key, True, f'has no effect with algorithm.loss.type = "{loss}": nothing is sampled')
     elif not truncates(rollout):
         yield Problem.of(key, True, "has no effect unless rollout.top_p is below 1 or rollout.top_k is at least 2")
     elif not 2 <= rollout.top_k <= MAX_KEPT:
@@ -194,7 +205,7 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if not trains_demonstrations(recipe):
         return
     rollout, algorithm = recipe.rollout, recipe.algorithm
-    why = f'with algorithm.loss_type = "{algorithm.loss_type}"'
+    why = f'with algorithm.loss.type = "{algorithm.loss.type}"'
     if rollout.n_samples_per_prompt > 1:
         message = f"must be 1 {why}: a demonstration is one sample"
         yield Problem.of("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt, message)
@@ -214,21 +225,20 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
         message = f"has no effect {why}: nothing is trained during an evaluation"
         yield Problem.of("rollout.eval_overlap", False, message)
     without_effect = (
-        "kl_loss_coef",
-        "kl_coef",
-        "kl_metric_interval",
+        "kl.loss_coef",
+        "kl.reward_coef",
+        "kl.metric_interval",
         "entropy_coef",
         "use_routing_replay",
         "use_rollout_routing_replay",
     )
     for key in without_effect:
-        if value := getattr(algorithm, key):
+        if value := getattr(algorithm.kl if key.startswith("kl.") else algorithm, key.removeprefix("kl.")):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")
     if trains_pairs(recipe):
-        if agg_mode(algorithm) != "rollout-mean":
+        if not isinstance(algorithm.reduction, RolloutMean):
             message = f"must be unset {why}: the loss is the mean over pairs"
-            key = "loss_agg_mode" if algorithm.loss_agg_mode is not None else "calculate_per_token_loss"
-            yield Problem.of(f"algorithm.{key}", getattr(algorithm, key), message)
+            yield Problem.of("algorithm.reduction.type", algorithm.reduction.type, message)
     for index, item in enumerate(recipe.eval):
         if trains_pairs(recipe):
             yield from _held_out(item, f"eval.{index}", why)
@@ -247,22 +257,19 @@ def _held_out(item: EvalConfig, key: str, why: str) -> Iterator[Problem]:
 def _pairs(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems of the columns of preference pairs, and of settings of their losses."""
     algorithm = recipe.algorithm
-    named = " or ".join(f'"{name}"' for name in PAIR_LOSSES)
-    if algorithm.label_smoothing and not trains_pairs(recipe):
-        message = f"has no effect unless algorithm.loss_type = {named}"
-        yield Problem.of("algorithm.label_smoothing", algorithm.label_smoothing, message)
+    named = " or ".join(f'"{type_of(loss)}"' for loss in get_args(Loss) if loss.learns_from == "pairs")
     if trains_reward_model(recipe) and (hook := recipe.train.custom_megatron_before_log_prob_hook) is not None:
-        message = 'has no effect with algorithm.loss_type = "rm_loss": a reward model has no log-probs'
+        message = 'has no effect with algorithm.loss.type = "rm": a reward model has no log-probs'
         yield Problem.of("train.custom_megatron_before_log_prob_hook", hook, message)
     for index, data in enumerate(recipe.data):
         for key in ("chosen_key", "rejected_key"):
             value = getattr(data, key)
             if trains_pairs(recipe) and value is None:
-                why = f'with algorithm.loss_type = "{algorithm.loss_type}"'
+                why = f'with algorithm.loss.type = "{algorithm.loss.type}"'
                 message = f"is needed {why}: the column of a response of each pair"
                 yield Problem(key=f"data.{index}.{key}", message=message)
             elif not trains_pairs(recipe) and value is not None:
-                message = f"has no effect unless algorithm.loss_type = {named}"
+                message = f"has no effect unless algorithm.loss.type = {named}"
                 yield Problem.of(f"data.{index}.{key}", value, message)
 
 
@@ -326,6 +333,15 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 def _evaluation(recipe: Recipe) -> Iterator[Problem]:
     for index, item in enumerate(recipe.eval):
         yield from _evaluation_set(recipe, item, f"eval.{index}")
+
+
+def _template_arguments(recipe: Recipe) -> Iterator[Problem]:
+    for table, items in (("data", recipe.data), ("eval", recipe.eval)):
+        for index, item in enumerate(items):
+            if value := (item.apply_chat_template_kwargs or {}).get("continue_final_message"):
+                key = f"{table}.{index}.apply_chat_template_kwargs.continue_final_message"
+                message = f"is no argument of a template; set {table}.{index}.continue_final_message = true instead"
+                yield Problem.of(key, value, message)
 
 
 def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Problem]:

@@ -3,7 +3,10 @@
 import ipaddress
 import re
 from collections.abc import Iterator
+from typing import Final
 
+from runtime.bus.limits import BusLimits
+from runtime.functions.load import project_of
 from runtime.settings.derived import (
     precomputes_old_log_probs,
     reads_reference,
@@ -12,17 +15,19 @@ from runtime.settings.derived import (
     trains_reward_model,
 )
 from runtime.settings.placement import home_node, is_loopback, trainer_nodes
+from runtime.settings.processes import longest_silence_s
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.engines import engine_problems
 from runtime.settings.rules.graders import grader_problems
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
-from runtime.settings.slime.functions import PREFIX
+from runtime.settings.tables.run import BusConfig
 from runtime.settings.topology import (
     Topology,
     is_colocated,
     reference_in_pool,
 )
 
+BUS_RESTART_S: Final = 5.0  # to kill a server of the bus, start it, and connect again
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 
 
@@ -42,16 +47,34 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _mtp_weight,
         _held_out,
         _tokens_in_dumps,
-        _slimes_weights,
+        _weights_of_whole_sequences,
     ):
         yield from rule(topology)
 
 
-def _slimes_weights(topology: Topology) -> Iterator[Problem]:
-    name, layout = topology.algorithm.custom_tis, topology.trainer.megatron
-    if name is not None and name.startswith(PREFIX) and layout.context_parallel_size > 1:
-        message = f"must be 1: algorithm.custom_tis = {name!r} is a function of slime, which gets whole sequences"
+def _weights_of_whole_sequences(topology: Topology) -> Iterator[Problem]:
+    name, layout = getattr(topology.algorithm.tis, "function", None), topology.trainer.megatron
+    project = project_of(name or "")
+    if project is not None and layout.context_parallel_size > 1:
+        message = f"must be 1: algorithm.tis.function = {name!r} is a function of {project}, which gets whole sequences"
         yield Problem.of("trainer.megatron.context_parallel_size", layout.context_parallel_size, message)
+
+
+def _own_server(bus: BusConfig) -> Iterator[Problem]:
+    """Settings of the server that the run starts. One that hangs has to be back before a publish gives up."""
+    for name in ("unresponsive_after_s", "sync"):
+        given = getattr(bus, name)
+        if bus.url is not None and given != getattr(BusConfig(), name):
+            yield Problem.of(
+                f"bus.{name}", given, "has no effect with bus.url: it is a setting of the run's own server"
+            )
+    silence_s, publish_s = longest_silence_s(bus.unresponsive_after_s), BusLimits().publish_timeout_s
+    if silence_s + BUS_RESTART_S >= publish_s:
+        message = (
+            f"a server that hangs would be back after up to {silence_s + BUS_RESTART_S:g} s, and a publish waits "
+            f"{publish_s:g} s; choose a smaller value, such as {BusConfig().unresponsive_after_s:g}"
+        )
+        yield Problem.of("bus.unresponsive_after_s", bus.unresponsive_after_s, message)
 
 
 def _bus(topology: Topology) -> Iterator[Problem]:
@@ -68,6 +91,7 @@ def _bus(topology: Topology) -> Iterator[Problem]:
         )
     if bus.port is not None and bus.url is not None:
         yield Problem.of("bus.port", bus.port, "has no effect with bus.url: put the port into the URL")
+    yield from _own_server(bus)
     if bus.replicas > 1 and bus.url is None:
         yield Problem.of("bus.replicas", bus.replicas, "needs bus.url, a cluster: the run itself starts one server")
     if bus.credentials is not None and bus.url is None:
@@ -194,9 +218,7 @@ def _tokens_in_dumps(topology: Topology) -> Iterator[Problem]:
 
 def _reward_model(topology: Topology) -> Iterator[Problem]:
     if trains_reward_model(topology) and (layers := topology.trainer.megatron.mtp_num_layers):
-        message = (
-            'has no effect with algorithm.loss_type = "rm_loss": MTP layers predict tokens, and the model scores them'
-        )
+        message = 'has no effect with algorithm.loss.type = "rm": MTP layers predict tokens, and the model scores them'
         yield Problem.of("trainer.megatron.mtp_num_layers", layers, message)
 
 
@@ -225,7 +247,7 @@ def _precomputed(topology: Topology) -> Iterator[Problem]:
     ):
         return
     message = (
-        "has no log-probs to compute: it needs algorithm.kl_loss_coef or kl_coef above 0, or log-probs of the old "
+        "has no log-probs to compute: it needs algorithm.kl.loss_coef or reward_coef above 0, or log-probs of the old "
         "policy. Those need algorithm.num_steps_per_rollout above 1 and rollout.max_staleness = 0, without "
         "algorithm.use_rollout_logprobs or replayed experts"
     )

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from runtime.settings.reading.access import Address, Code, Harmless, Program, Reads
 from runtime.settings.reading.config import Config
 from runtime.settings.tables.values import Name, Positive, Text, Timeout, Variable
 
@@ -22,14 +23,14 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     """
 
     # Inference server: SGLang, or the tiny engine, which runs on the CPU.
-    kind: Literal["sglang", "tiny"] = "sglang"
+    kind: Harmless[Literal["sglang", "tiny"]] = "sglang"
     # Model directory or hub name of a pool other than `policy`, with weights. Its tokens are those of the trained
     # model, except for a judge. `policy` serves `model.hf_checkpoint`.
-    hf_checkpoint: Text | None = None
+    hf_checkpoint: Reads[Text | None] = None
     # GPUs of the pool, such as "n0:0-7". By default the pool has `num_engines` engines on the CPU.
-    gpus: Text | None = None
+    gpus: Harmless[Text | None] = None
     # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.
-    colocate: Literal["trainer"] | None = None
+    colocate: Harmless[Literal["trainer"] | None] = None
     # Number of GPUs per engine. An engine with GPUs of several nodes has a process on each of them.
     num_gpus_per_engine: Positive = 1
     # Number of processes per SGLang engine. Each takes an equal share of the engine's ranks and GPUs. An engine with
@@ -62,9 +63,9 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     update_stall_s: Timeout = 300.0
     # Lowest speed in MB/s at which an engine loads or sums up the weights of an update. A step without visible
     # progress may take `update_stall_s` plus the size of the weights divided by this speed.
-    min_load_mb_per_s: Annotated[float, msgspec.Meta(gt=0)] = 100.0
+    min_load_mb_per_s: Harmless[Annotated[float, msgspec.Meta(gt=0)]] = 100.0
     # Seconds without an answer to liveness probes before the engine is restarted.
-    unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    unresponsive_after_s: Harmless[Annotated[float, msgspec.Meta(gt=0)]] = 60.0
     # Seconds without a first token for our requests before the engine is restarted. Requests to an engine of `urls`
     # are given up instead and sent again.
     first_token_after_s: Timeout = 300.0
@@ -74,36 +75,36 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     max_total_tokens: Positive | None = None
     # How new weights reach the engines: through files ("disk"), a broadcast ("collective"), or shared memory ("ipc").
     # "ipc" needs `colocate`; "collective" needs engines outside the trainer's memory.
-    weight_transport: WeightTransport = "disk"
+    weight_transport: Harmless[WeightTransport] = "disk"
     # Dtype or quantization in which engines receive new weights. "fp8" needs SGLang on GPUs.
-    weight_format: WeightFormat = "as_trained"
+    weight_format: Harmless[WeightFormat] = "as_trained"
     # Source of a restarted engine's first weights: files, or a serving SGLang engine on the same node ("peer").
-    start_weights: StartWeights = "files"
+    start_weights: Harmless[StartWeights] = "files"
     # Engines read full versions from their node's local copy of the weights. Deltas always use the local copy. Not
     # implemented yet: for an engine over several nodes.
-    local_copy: bool = False
+    local_copy: Harmless[bool] = False
     # Number of update groups. Engines of one group take new weights while the others serve; 1 updates all at once.
     update_groups: Positive = 1
     # Weight updates to verify in full: every one, an engine's first after its start or a failure, or none but their
     # label. By default "always", and "first" for weights over 4 GiB.
-    verify: Verify | None = None
+    verify: Harmless[Verify | None] = None
     # Send one request per prompt group instead of one per sample.
-    batch_requests: bool = False
+    batch_requests: Harmless[bool] = False
     # What chooses the engine of a request: the rollout actor itself ("direct"), or SGLang's router ("sglang-router").
     # The actor takes the least loaded engine that holds the weight version. Samples of a prompt and turns of a
     # conversation stay on one engine, unless it has 1.5 times the mean load.
-    router: Literal["direct", "sglang-router"] = "direct"
+    router: Harmless[Literal["direct", "sglang-router"]] = "direct"
     # How SGLang's router chooses. "cache_aware" takes the engine that had the longest common prefix, "manual" keeps a
     # conversation on one engine by its routing key, and "power_of_two" takes the less loaded one of two.
-    router_policy: RouterPolicy = "round_robin"
+    router_policy: Harmless[RouterPolicy] = "round_robin"
     # URL of a sglang-router that already runs, with its own policy, such as "http://10.0.0.5:30000". It may serve this
     # run alone. By default the run starts one, if `router` names it.
-    router_url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+$")] | None = None
+    router_url: Address[Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+$")] | None] = None
     # Python interpreter that has SGLang installed. By default the interpreter of the run.
-    python: Text | None = None
+    python: Program[Text | None] = None
     # URLs of engines that already run. The run neither starts nor restarts them.
-    urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()
+    urls: Address[tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...]] = ()
     # Arguments of SGLang's server. `--check` compares them with SGLang's own list.
-    sglang: dict[str, Any] = {}
+    sglang: Code[dict[str, Any]] = {}
     # Environment variables of the engines. Do not put secrets here: the run directory stores them.
-    env: dict[Variable, str] = {}
+    env: Code[dict[Variable, str]] = {}

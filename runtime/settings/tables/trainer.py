@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from runtime.settings.reading.access import Harmless, Reads
 from runtime.settings.reading.config import Config
 from runtime.settings.tables.values import Count, Name, NonNegative, Positive, Text
 
@@ -26,7 +27,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     # Number of ranks that share each expert. By default `tensor_model_parallel_size`.
     expert_tensor_parallel_size: Positive | None = None
     # Split activations along the sequence between tensor-parallel ranks. Needs a tensor-parallel size above 1.
-    sequence_parallel: bool = False
+    sequence_parallel: Harmless[bool] = False
     # Number of virtual pipeline stages per pipeline rank, interleaved. By default 1.
     virtual_pipeline_model_parallel_size: Positive | None = None
     # Number of layers in the first pipeline stage. By default all stages have equally many.
@@ -35,23 +36,23 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     num_layers_in_last_pipeline_stage: Positive | None = None
     # Recompute activations in the backward pass: of whole layers ("full") or of `recompute_modules` ("selective").
     # By default nothing is recomputed.
-    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_granularity: Harmless[Literal["selective", "full"] | None] = None
     # Layers that "full" recomputation covers: "uniform" all, in groups; "block" the first ones of each pipeline stage.
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Harmless[Literal["uniform", "block"] | None] = None
     # Number of layers per group ("uniform"), or recomputed per pipeline stage ("block").
     recompute_num_layers: Positive | None = None
     # Modules that "selective" recomputation covers. By default `core_attn`.
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = None
+    recompute_modules: Harmless[tuple[Literal["core_attn", "mlp"], ...] | None] = None
     # Shard the activations that "full" recomputation keeps across the tensor-parallel ranks.
-    distribute_saved_activations: bool = False
+    distribute_saved_activations: Harmless[bool] = False
     # Accumulate bfloat16 matrix products in float32.
-    disable_bf16_reduced_precision_matmul: bool = False
+    disable_bf16_reduced_precision_matmul: Harmless[bool] = False
     # Free a pipeline stage's output once it is sent to the next stage.
-    deallocate_pipeline_outputs: bool = False  # expert
+    deallocate_pipeline_outputs: Harmless[bool] = False  # expert
     # How tokens reach the ranks of their experts.
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: Harmless[Literal["alltoall", "allgather"]] = "alltoall"
     # Load-balancing loss of the router, per micro-batch ("aux_loss") or per sequence ("seq_aux_loss").
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    moe_router_load_balancing_type: Harmless[Literal["aux_loss", "seq_aux_loss", "none"]] = "aux_loss"
     # Weight of the load-balancing loss. 0 turns it off.
     moe_aux_loss_coeff: NonNegative = 0.0
     # Weight of the router's z-loss, the squared log-sum-exp of its logits. By default there is none.
@@ -68,40 +69,40 @@ class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):
     """Megatron's own optimizer settings. The recipe's are in `optimizer`."""
 
     # Shard the optimizer state across the data-parallel replicas.
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: Harmless[bool] = False
     # Keep the optimizer state on the host between optimizer steps.
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: Harmless[bool] = False
     # Apply weight decay also to the norms of queries and keys.
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: Harmless[bool] = False
 
 
 class DdpConfig(Config, frozen=True, kw_only=True):
     """Megatron's own data-parallel settings."""
 
     # Reduce gradients during the backward pass.
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: Harmless[bool] = False
     # Gather parameters during the forward pass. Needs the distributed optimizer and `overlap_grad_reduce`.
-    overlap_param_gather: bool = False
+    overlap_param_gather: Harmless[bool] = False
     # Number of parameters per gradient bucket. By default Megatron's, at least 40 million.
     bucket_size: Positive | None = None
     # Pad buckets to multiples of 65,536 elements. Needs the distributed optimizer.
-    pad_buckets_for_high_nccl_busbw: bool = False  # expert
+    pad_buckets_for_high_nccl_busbw: Harmless[bool] = False  # expert
 
 
 class ProfileConfig(Config, frozen=True, kw_only=True):
     """PyTorch profiles of chosen train steps, written to `profiles/` in the run directory."""
 
     # Train steps to profile, counted from 0.
-    steps: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    steps: Harmless[tuple[Annotated[int, msgspec.Meta(ge=0)], ...]] = ()
     # On a GPU, also record its allocations, for torch's memory viewer.
-    memory_snapshot: bool = False
+    memory_snapshot: Harmless[bool] = False
 
 
 class CriticRanksConfig(Config, frozen=True, kw_only=True):
     """Ranks of the critic alone, with a layout of their own. By default the critic has the actor's ranks and layout."""
 
     # GPUs of the critic, with one rank on each, such as "n1:0-3". None of them may be the actor's or an engine's.
-    gpus: Text | None = None
+    gpus: Harmless[Text | None] = None
     # Number of the critic's ranks on the CPU, besides `trainer.num_processes`. 0 gives it the actor's ranks.
     num_processes: Count = 0
     # Nodes of the critic's ranks on the CPU, as in `trainer.nodes`.
@@ -118,27 +119,27 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or `num_processes` on the CPU."""
 
     # Device of the ranks.
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Harmless[Literal["cuda", "cpu"]] = "cuda"
     # GPUs of the trainer, with one rank on each, such as "n0:0-7,n1:0-3". Needed with `device = "cuda"`. Ranks on
     # several nodes need a run directory that all of these nodes share.
-    gpus: Text | None = None
+    gpus: Harmless[Text | None] = None
     # Number of ranks on the CPU. On GPUs there is one rank per GPU.
     num_processes: Positive = 1
     # Nodes of the ranks on the CPU. Each node gets a contiguous block of ranks. By default all ranks run on the node
     # with the bus. Ranks on several nodes need a run directory that all of these nodes share.
     nodes: tuple[Name, ...] = ()
     # Pack sequences into one row instead of padding them. By default this is done on a GPU in bfloat16.
-    packed: bool | None = None
+    packed: Harmless[bool | None] = None
     # Checkpoint that a new run starts from: another run's directory, or Megatron-LM's. By default a new run starts
     # from `model.hf_checkpoint`.
-    load: Text | None = None
+    load: Reads[Text | None] = None
     # Load only the weights from `load`. By default optimizer, schedule and random state are loaded too.
-    load_weights_only: bool = False
+    load_weights_only: Harmless[bool] = False
     # How new weights are exported: "live" blocks training until they are written; "async" copies them to the host
     # first and exports that copy while training continues.
-    weight_export: Literal["live", "async"] = "live"
+    weight_export: Harmless[Literal["live", "async"]] = "live"
     # Compute reference and old log-probs of finished groups while the trainer waits for a batch.
-    log_probs_ahead: bool = False
+    log_probs_ahead: Harmless[bool] = False
     # Size of one weight export bucket in bytes. A rank gathers one bucket at a time.
     export_bucket_bytes: Positive = 512 << 20  # expert
     # Publish every Nth weight version in full and the others as deltas. 1 publishes every version in full. Not

@@ -4,41 +4,48 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from runtime.functions.table import INIT_HOOK, LOG_PROB_HOOK, STEP_HOOK
+from runtime.settings.reading.access import Code, Harmless, Reads, Writes
 from runtime.settings.reading.config import Config
 from runtime.settings.tables.values import Count, Fraction, NonNegative, Positive, Text
 
-Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Beta = Harmless[Annotated[float, msgspec.Meta(ge=0, lt=1)]]
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
     """The model, as a Hugging Face directory or hub name (organisation/model)."""
 
+    harmless = True
+
     # Model directory or hub name, with config, tokenizer and (unless `random_init` is set) weights. A hub name is
     # taken from the local cache, or downloaded at the start.
-    hf_checkpoint: Text
+    hf_checkpoint: Reads[Text]
     # Run code that comes with the model: in engines, and to load its tokenizer.
-    trust_remote_code: bool = False
+    trust_remote_code: Code[bool] = False
     # Initialize the weights from `run.seed`. The model directory then needs only config and tokenizer.
-    random_init: bool = False
-    # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies.
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    random_init: Harmless[bool] = False
+    # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies: that
+    # in `config.json`, or else that of most weights in its files. A start says which, and which tensors it rounds.
+    dtype: Harmless[Literal["float32", "bfloat16"]] = "float32"
     # Reference model of the KL loss and of DPO. By default the weights that training starts from: those of
     # `trainer.load`, or of `hf_checkpoint`.
-    ref_load: Text | None = None
-    # Teacher that the trainer keeps with `algorithm.opd_type = "megatron"`: the directory of a model with the same
+    ref_load: Reads[Text | None] = None
+    # Teacher that the trainer keeps with `algorithm.opd.type = "megatron"`: the directory of a model with the same
     # architecture.
-    opd_teacher_load: Text | None = None
+    opd_teacher_load: Reads[Text | None] = None
 
 
 class OptimizerConfig(Config, frozen=True, kw_only=True):
     """AdamW and its learning rate schedule, counted in optimizer steps."""
+
+    harmless = True
 
     # Learning rate after the warm-up.
     lr: NonNegative = 1e-6
     # Learning rate at the end of the decay.
     min_lr: NonNegative = 0.0
     # How the learning rate decays from `lr` to `min_lr`. "constant" does not decay.
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_style: Harmless[Literal["constant", "linear", "cosine"]] = "constant"
     # Number of optimizer steps of linear warm-up.
     lr_warmup_iters: Count = 0
     # Optimizer step at which the learning rate reaches `min_lr`. By default the last planned one.
@@ -50,17 +57,17 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     # Decay of the squared gradients' moving average.
     adam_beta2: Beta = 0.999
     # Constant added to the denominator, the root of the squared gradients' average.
-    adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    adam_eps: Harmless[Annotated[float, msgspec.Meta(gt=0)]] = 1e-8
     # Maximum gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     clip_grad: NonNegative = 1.0
 
 
 class CriticConfig(Config, frozen=True, kw_only=True):
-    """The critic of `algorithm.advantage_estimator` = "ppo". `trainer.critic` may give it ranks of its own."""
+    """The critic of `algorithm.estimator.type` = "ppo". `trainer.critic` may give it ranks of its own."""
 
     # Model directory or hub name that the critic starts from: a policy, or a model with a value head. By default
     # `model.hf_checkpoint`.
-    hf_checkpoint: Text | None = None
+    hf_checkpoint: Reads[Text | None] = None
     # Standard deviation of a new value head's weight. Its bias starts at 0.
     init_method_std: NonNegative = 0.02
     # Learning rate after the warm-up. By default `optimizer.lr`.
@@ -68,7 +75,7 @@ class CriticConfig(Config, frozen=True, kw_only=True):
     # Learning rate at the end of the decay. By default `optimizer.min_lr`.
     min_lr: NonNegative | None = None
     # How the learning rate decays. By default `optimizer.lr_decay_style`.
-    lr_decay_style: Literal["constant", "linear", "cosine"] | None = None
+    lr_decay_style: Harmless[Literal["constant", "linear", "cosine"] | None] = None
     # Number of optimizer steps of linear warm-up. By default `optimizer.lr_warmup_iters`.
     lr_warmup_iters: Count | None = None
     # Optimizer step at which the learning rate reaches `min_lr`. By default `optimizer.lr_decay_iters`.
@@ -80,13 +87,15 @@ class CriticConfig(Config, frozen=True, kw_only=True):
     # Decay of the squared gradients' moving average. By default `optimizer.adam_beta2`.
     adam_beta2: Beta | None = None
     # Constant added to the denominator. By default `optimizer.adam_eps`.
-    adam_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    adam_eps: Harmless[Annotated[float, msgspec.Meta(gt=0)] | None] = None
     # Maximum gradient norm. 0 turns clipping off. By default `optimizer.clip_grad`.
     clip_grad: NonNegative | None = None
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
     """Length of the run, checkpoints, micro-batches."""
+
+    harmless = True
 
     # Number of train steps. 0 derives it from `num_epoch`.
     num_steps: Count = 0
@@ -98,10 +107,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     max_tokens_per_gpu: Positive = 9216
     # What to do with a sample over `max_tokens_per_gpu` times the context-parallel size: leave out its gradient
     # ("mask"), or end the run ("fail").
-    on_too_long: Literal["mask", "fail"] = "mask"
+    on_too_long: Harmless[Literal["mask", "fail"]] = "mask"
     # What to do with a NaN or infinite loss or gradient: leave out the sample or optimizer step ("skip"), or end the
     # run ("fail").
-    on_nonfinite: Literal["skip", "fail"] = "skip"
+    on_nonfinite: Harmless[Literal["skip", "fail"]] = "skip"
     # Maximum number of optimizer steps skipped in a row, across batches. One more ends the run.
     max_skipped: Count = 3
     # Number of most recent optimizer steps to which `max_skipped_share` applies.
@@ -112,10 +121,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     keep_checkpoints: Positive = 2
     # Function that each trainer process calls once, before it builds the model: "module:function" or
     # "path/file.py:function". At the start, the arguments of this function and of the next two are checked.
-    custom_megatron_init: Text | None = None
+    custom_megatron_init: Annotated[Text | None, INIT_HOOK] = None
     # Function that each trainer process calls before it computes log-probs without training, with the model's chunks.
-    custom_megatron_before_log_prob_hook: Text | None = None
+    custom_megatron_before_log_prob_hook: Annotated[Text | None, LOG_PROB_HOOK] = None
     # Function that each trainer process calls before each optimizer step, with the model's chunks and the optimizer.
-    custom_megatron_before_train_step_hook: Text | None = None
+    custom_megatron_before_train_step_hook: Annotated[Text | None, STEP_HOOK] = None
     # At the end, write the model to `hf/` in the run directory.
-    save_hf: bool = False
+    save_hf: Writes[bool] = False

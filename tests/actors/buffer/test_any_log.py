@@ -46,6 +46,7 @@ from runtime.ledger.snapshots import content_of
 from runtime.ledger.spills import spilled_samples
 from runtime.ledger.state import Index
 from tests.build.events import snapshot
+from tests.support.ledger_log import check_that_a_restart_decides_the_same
 
 NUM_SAMPLES = 2
 SCHEDULES = st.builds(
@@ -77,7 +78,7 @@ def who(group_id: int, attempt: int) -> dict[str, Any]:
 
 def _is_late(state: LedgerState, event: Message) -> bool:
     """Whether an event speaks of an attempt that is over, judges another completion than the one that counts,
-    or trained a batch that was taken back since.
+    trained a batch that was taken back since, or comes from a trainer that was replaced.
     """
     match event:
         case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled():
@@ -87,7 +88,9 @@ def _is_late(state: LedgerState, event: Message) -> bool:
             group = state.groups.get(event.group_id)
             return group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq
         case BatchTrained():
-            return event.step in state.taken_back
+            return event.step in state.taken_back or state.is_replaced(event)
+        case PayloadsMissing() | CheckpointSaved() | WeightsAnnounced():
+            return state.is_replaced(event)
         case _:
             return False
 
@@ -110,6 +113,9 @@ class AnyLog(RuleBasedStateMachine):
         self.contained = 0  # steps that every loadable checkpoint contains
         self.data_seq = 0
         self.version = 0
+        self.trainer: dict[str, Any] = {"incarnation": 1, "start": "first"}
+        self.replaced: list[dict[str, Any]] = []  # trainers that may still tell something
+        self.add(TrainerStarted(**self.trainer, step=0))
         self.announce()
 
     def add(self, event: Message) -> int:
@@ -121,6 +127,7 @@ class AnyLog(RuleBasedStateMachine):
         fold(self.state, event, len(self.log))  # delivered again, under the same sequence
         self.trained += [ref.group_id for batch in waiting if batch.trained for ref in batch.groups]
         assert not late or _told(self.state) == before, f"late, and yet it counts: {event}"
+        check_that_a_restart_decides_the_same(self.state, self.schedule)
         return len(self.log)
 
     def sample(self, index: int, reward: float | None, *, tokens: int = 2) -> SampleSummary:
@@ -137,8 +144,8 @@ class AnyLog(RuleBasedStateMachine):
 
     def announce(self) -> None:
         self.version += 1
-        event = {"step": self.state.trained_steps, "incarnation": 1, "path": "", "checksum": "", "size_bytes": 0}
-        self.add(WeightsAnnounced(version=self.version, **event))
+        event = {"step": self.state.trained_steps, "path": "", "checksum": "", "size_bytes": 0}
+        self.add(WeightsAnnounced(version=self.version, **self.trainer, **event))
 
     # the buffer
 
@@ -171,9 +178,9 @@ class AnyLog(RuleBasedStateMachine):
         """From the newest snapshot, after it was seen to be the same as from the beginning."""
         whole, newest = LedgerState(), LedgerState()
         for seq, event in enumerate(self.log, start=1):
-            if isinstance(event, SnapshotTaken):
+            if isinstance(event, SnapshotTaken) and event.covers >= newest.last_seq:  # else it comes again
                 newest = content_of(event)
-                assert msgspec.json.encode(newest) == msgspec.json.encode(whole)
+                assert event.covers < whole.last_seq or msgspec.json.encode(newest) == msgspec.json.encode(whole)
             fold(whole, event, seq)
         for seq, event in enumerate(islice(self.log, newest.last_seq, None), start=newest.last_seq + 1):
             fold(newest, event, seq)
@@ -258,7 +265,10 @@ class AnyLog(RuleBasedStateMachine):
             self.decide(2)
 
     def told_trained(self, step: int) -> None:
-        self.add(BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=4, num_tokens=8, metrics={}))
+        self.add(self.trained_event(step, self.trainer))
+
+    def trained_event(self, step: int, trainer: dict[str, Any]) -> BatchTrained:
+        return BatchTrained(step=step, **trainer, num_groups=2, num_samples=4, num_tokens=8, metrics={})
 
     @rule(pick=PICK)
     @precondition(lambda self: self.state.taken_back)
@@ -266,15 +276,37 @@ class AnyLog(RuleBasedStateMachine):
         """What the batch of a step was before its successor found payloads of it missing."""
         self.told_trained(self.state.taken_back[pick % len(self.state.taken_back)])
 
-    @rule(back=st.integers(0, 2))
-    def restart_trainer(self, back: int) -> None:
-        self.add(TrainerStarted(incarnation=1, step=max(0, self.state.trained_steps - back)))
+    @rule(back=st.integers(0, 2), at_once=st.booleans())
+    def restart_trainer(self, back: int, at_once: bool) -> None:
+        """Two that start at once take the same incarnation."""
+        self.replaced.append(self.trainer)
+        number = max(self.trainer["incarnation"] + 1 - at_once, 1)
+        self.trainer = {"incarnation": number, "start": f"start {len(self.replaced)}"}
+        self.add(TrainerStarted(**self.trainer, step=max(0, self.state.trained_steps - back)))
         self.announce()
+
+    @rule(pick=PICK, kind=st.sampled_from([PayloadsMissing, BatchTrained, CheckpointSaved, WeightsAnnounced]))
+    @precondition(lambda self: self.replaced and self.state.batches)
+    def hear_a_replaced_trainer(self, pick: int, kind: type[Message]) -> None:
+        """It froze before it said this."""
+        who = self.replaced[pick % len(self.replaced)]
+        step = [*self.state.batches][pick % len(self.state.batches)]
+        if kind is PayloadsMissing:
+            lost = self.state.batches[step].groups[:1]
+            self.add(PayloadsMissing(step=step, **who, groups=lost, reason="purged"))
+        elif kind is BatchTrained:
+            self.add(self.trained_event(step, who))
+        elif kind is CheckpointSaved:
+            self.add(CheckpointSaved(step=step + 1, **who, path="", oldest_step=step + 1, took_s=0))
+        else:
+            unseen: dict[str, Any] = {"step": step + 1, "path": "", "checksum": "", "size_bytes": 0}
+            self.version += 1  # of its own counting; no other trainer takes this number
+            self.add(WeightsAnnounced(version=self.version, **who, **unseen))
 
     @rule(keep=st.integers(0, 2))
     def save(self, keep: int) -> None:
         step = self.state.trained_steps
-        self.add(CheckpointSaved(step=step, incarnation=1, path="", oldest_step=max(0, step - keep), took_s=0))
+        self.add(CheckpointSaved(step=step, **self.trainer, path="", oldest_step=max(0, step - keep), took_s=0))
         self.contained = max(self.contained, step - keep)
 
     @rule(pick=PICK, lost=st.integers(1, 2))
@@ -284,14 +316,12 @@ class AnyLog(RuleBasedStateMachine):
         steps = self.asked_for()
         step = steps[pick % len(steps)]
         refs = self.state.batches[step].groups[:lost]
-        self.add(PayloadsMissing(step=step, incarnation=1, groups=refs, reason="purged"))
+        self.add(PayloadsMissing(step=step, **self.trainer, groups=refs, reason="purged"))
 
     @rule(pick=PICK)
     def repeat(self, pick: int) -> None:
-        """Somebody says again what was said, under a new sequence. The ledger's own events have one writer."""
-        event = self.log[pick % len(self.log)]
-        if not event.topic.startswith("ledger."):
-            self.add(event)
+        """Store an earlier event again, under a new sequence."""
+        self.add(self.log[pick % len(self.log)])
 
     def asked_for(self) -> list[int]:
         """Steps whose batch a trainer has asked for: it goes through them in order."""

@@ -106,7 +106,7 @@ async def test_a_person_halts_the_running_round_once(bus: Bus, topology: Topolog
         again = await halt()
         assert (again.round, again.reason.partition("waits for ")[2]) == (
             -1,
-            "2 groups of a round that was halted by hand to end; 2 groups for batch 0: 2 being generated",
+            "2 groups of a round that was halted by hand to end; 2 groups for the batch of step 1: 2 being generated",
         )
         for group_id in (0, 1):
             who: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "samples": ()}

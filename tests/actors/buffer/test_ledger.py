@@ -303,6 +303,22 @@ def finished_after_one_step() -> Log:
     return log
 
 
+def test_a_run_does_not_finish_while_groups_are_in_flight() -> None:
+    """All is trained, saved and announced; a group that no batch needs has not ended yet."""
+    log = Log(num_steps=1, over_sampling_batch_size=3)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    log.train(0)
+    log.add(saved(1, oldest=1))
+    assert log.state.books().in_flight == 1
+    assert RunFinished not in kinds(log.decide())
+    log.add(aborted(2, samples=()))
+    assert RunFinished in kinds(log.decide())
+
+
 def test_a_finished_run_is_finished_again_for_the_next_buffer() -> None:
     log = finished_after_one_step()
     assert log.decide() == []

@@ -42,17 +42,17 @@ def words(*events: object) -> str:
 def test_the_ledger_says_what_it_lacks() -> None:
     assert words() == "the first weights"
     begun = (announced(1, 0), issued(0, 1, 2), completed(0), completed(1), verdict(0, 3))
-    assert words(*begun) == "3 groups for batch 0: 1 ready, 1 waiting for a verdict, 1 being generated"
+    assert words(*begun) == "3 groups for the batch of step 1: 1 ready, 1 waiting for a verdict, 1 being generated"
     full = (*begun, completed(2), verdict(1, 4), verdict(2, 6), batch(0, (0, 3), (1, 4), (2, 6)))
-    assert words(*full) == "batch 0 to be trained; weights of step 1 (newest: v1 of step 0)"
-    assert words(*full, trained(0), announced(2, 1)) == "3 groups for batch 1: none issued"
+    assert words(*full) == "the batch of step 1 to be trained; weights of step 1 (newest: v1 of step 0)"
+    assert words(*full, trained(0), announced(2, 1)) == "3 groups for the batch of step 2: none issued"
     lost = (GroupRef(group_id=1, attempt=0, event_seq=4),)
     assert words(*full, PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")) == (
-        "3 groups for batch 0: 2 ready"
+        "3 groups for the batch of step 1: 2 ready"
     )
     evaluation = EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="heldout", num_items=2),))
     assert words(announced(1, 0), evaluation) == (
-        "the evaluation after step 0: 0 of 2 items of heldout; 3 groups for batch 0: none issued"
+        "the evaluation after step 0: 0 of 2 items of heldout; 3 groups for the batch of step 1: none issued"
     )
     second = (trained(0), announced(2, 1), issued(5, 6, 7, round=1), completed(5), completed(6), completed(7))
     judged = (verdict(5, 13), verdict(6, 14), verdict(7, 15), batch(1, (5, 13), (6, 14), (7, 15)))

@@ -1,5 +1,6 @@
 """Whole runs of the ledger's two functions, with every actor played by chance, its deaths included: each run ends."""
 
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    GroupRef,
     GroupsIssued,
     Message,
     Outcome,
@@ -36,19 +38,25 @@ from messages import (
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.snapshots import content_of
+from runtime.ledger.steps import Settled
 from tests.build.events import snapshot
+from tests.support.ledger_log import check_that_a_restart_decides_the_same
 
 MAX_EVENTS = 5000
 KEPT_CHECKPOINTS = 2
 
 
+Line = dict[int, tuple[GroupRef, ...]]  # the batches that weights were trained on, by step
+
+
 class World:
     """The log and all who write it. Each `act` is something that one of them does next."""
 
-    def __init__(self, schedule: Schedule, random: Random, save_interval: int) -> None:
+    def __init__(self, schedule: Schedule, random: Random, save_interval: int, *, freezes: bool = True) -> None:
         self.schedule = schedule
         self.random = random
         self.save_interval = save_interval
+        self.freezes = freezes  # whether a trainer may freeze, and be replaced before it goes on
         self.rejects = 0.9 if schedule.keep_when_insufficient else 0.2  # of what is judged
         self.log: list[Message] = []
         self.state = LedgerState()
@@ -58,19 +66,27 @@ class World:
         self.halted = -1
         self.data_seq = 0
         self.batches: dict[int, BatchReady] = {}
-        self.checkpoints = [0]
-        self.step = 0  # of the trainer
-        self.incarnation = 0
-        self.version = 0
+        self.checkpoints: dict[int, Line] = {0: {}}  # by step
+        self.starts = self.incarnation = 0
+        self.frozen: list[Trainer] = []  # replaced, and they do not know it yet
+        self.trained: dict[int, int] = {}  # groups that the ledger counts as trained, with their steps
         self.finished = False
-        self.restart_trainer()
+        self.start_trainer()
+
+    def record(self, event: Message) -> int:
+        """Put an event in the log and fold it."""
+        self.log.append(event)
+        seq = len(self.log)
+        for change in fold(self.state, event, seq):
+            if isinstance(change, Settled):
+                self.trained |= {ref.group_id: change.step for ref in change.groups}
+        assert self.state.books().closed, event
+        check_that_a_restart_decides_the_same(self.state, self.schedule)
+        return seq
 
     def add(self, event: Message) -> int:
         """Put an event in the log; fold it, and let those who follow the log know."""
-        self.log.append(event)
-        seq = len(self.log)
-        fold(self.state, event, seq)
-        assert self.state.books().closed, event
+        seq = self.record(event)
         match event:
             case GroupsIssued():
                 for issued in event.groups:
@@ -85,6 +101,8 @@ class World:
             case EvalIssued():
                 (size,) = event.sets
                 self.items = [(event.step, event.version, item) for item in range(size.num_items)]
+            case PayloadsMissing() if event.step in self.state.taken_back:
+                self.batches.pop(event.step, None)
             case RunFinished():
                 self.finished = True
             case _:
@@ -97,7 +115,7 @@ class World:
         low = self.state.low_water()
         for group in self.state.groups.values():
             assert all(ref.seq >= low for sample in group.carried for ref in sample.segments)
-        for step in range(self.checkpoints[0], self.state.round):
+        for step in range(min(self.checkpoints), self.state.round):
             for ref in self.batches[step].groups if step in self.batches else ():
                 completed = self.log[ref.event_seq - 1]
                 assert isinstance(completed, GroupCompleted)
@@ -122,7 +140,8 @@ class World:
     def act(self) -> bool:
         """One of the actors goes on; False when none can."""
         possible = [self.end_task] * bool(self.tasks) + [self.judge] * bool(self.unjudged)
-        possible += [self.end_item] * bool(self.items) + [self.train] * (self.step in self.batches)
+        possible += [self.end_item] * bool(self.items) + [self.go_on] * self.trainer.can_go_on
+        possible += [self.thaw] * bool(self.frozen)
         if not possible:
             return False
         self.random.choice(possible)()
@@ -143,7 +162,8 @@ class World:
         inherited = carried if self.schedule.on_halt == "resume" else ()
         refs = tuple(ref for sample in inherited for ref in sample.segments)
         refs = (*refs, SegmentRef(seq=self.data_seq, position=0))
-        oldest = min([self.version, *(sample.first_version or self.version for sample in inherited)])
+        version = self.state.version
+        oldest = min([version, *(sample.first_version or version for sample in inherited)])
         told: dict[str, Any] = {"index": 0, "segments": refs, "response_len": len(refs), "first_version": oldest}
         if chance < 0.1:  # it spills, dies, and the task is delivered again
             self.add(SegmentsSpilled(**who, samples=(SampleSummary(**told, status=SampleStatus.ABORTED),)))
@@ -167,64 +187,34 @@ class World:
         sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5)
         self.add(EvalCompleted(step=step, set="e", item=item, version=version, instance="r", samples=(sample,)))
 
-    def train(self) -> None:
-        """A train step in the trainer's order of telling; it may die after each part."""
-        step, frontier = self.step, self.state.trained_steps
-        if step >= frontier and self.random.random() < 0.1:
-            refs = self.batches.pop(step).groups
-            lost = tuple(self.random.sample(refs, self.random.randint(1, len(refs))))
-            self.add(PayloadsMissing(step=step, incarnation=self.incarnation, groups=lost, reason="purged"))
-            return
-        self.step += 1
-        if self.dies():
-            return
-        self.add(
-            BatchTrained(step=step, incarnation=self.incarnation, num_groups=1, num_samples=1, num_tokens=1, metrics={})
-        )
-        if self.dies():
-            return
-        if self.step >= frontier:
-            self.announce()
-        last = self.step == self.schedule.num_steps
-        if self.dies() or not (last or self.step % self.save_interval == 0):
-            return
-        self.save()
+    def start_trainer(self) -> None:
+        """Another trainer loads the newest undamaged checkpoint. Two that start at once take the same incarnation."""
+        if len(self.checkpoints) > 1 and self.random.random() < 0.2:
+            del self.checkpoints[max(self.checkpoints)]
+        at_once = self.random.random() < 0.3
+        self.starts += 1
+        if not at_once:
+            self.incarnation += 1
+        self.trainer = Trainer(self, incarnation=self.incarnation, start=f"start {self.starts}")
 
-    def dies(self) -> bool:
-        if self.random.random() < 0.05:
-            self.restart_trainer()
-            return True
-        return False
+    def go_on(self) -> None:
+        """The trainer says its next fact. Before that it may die, or freeze: its successor starts meanwhile."""
+        chance = self.random.random()
+        if chance < 0.03:
+            self.start_trainer()
+        elif chance < 0.15 and self.freezes:
+            self.frozen.append(self.trainer)
+            self.start_trainer()
+        else:
+            self.trainer.say()
 
-    def restart_trainer(self) -> None:
-        self.step, self.incarnation = self.checkpoints[-1], self.incarnation + 1
-        self.add(TrainerStarted(incarnation=self.incarnation, step=self.step))
-        if self.step >= self.state.trained_steps:
-            self.announce()
-        if self.step >= self.schedule.num_steps:
-            self.save()
-
-    def announce(self) -> None:
-        self.version += 1
-        self.add(
-            WeightsAnnounced(
-                version=self.version,
-                step=self.step,
-                incarnation=self.incarnation,
-                path="",
-                checksum="",
-                size_bytes=0,
-            )
-        )
-
-    def save(self) -> None:
-        """The file is there before it is told of."""
-        self.checkpoints = sorted({*self.checkpoints, self.step})[-KEPT_CHECKPOINTS:]
-        if self.random.random() < 0.1:
-            self.restart_trainer()
-            return
-        oldest = self.checkpoints[0]
-        self.add(CheckpointSaved(step=self.step, incarnation=self.incarnation, path="", oldest_step=oldest, took_s=0))
+    def thaw(self) -> None:
+        """A replaced trainer goes on where it froze, until it reads of its successor."""
+        replaced = self.random.choice(self.frozen)
+        if not replaced.can_go_on or self.random.random() < 0.1:
+            self.frozen.remove(replaced)
+        else:
+            replaced.say()
 
     def restart_buffer(self) -> None:
         """Another buffer folds the newest snapshot and what follows it, or the whole log: to the same state."""
@@ -244,11 +234,70 @@ class World:
         if (halt := halt_by_hand(self.state)) is not None:
             self.add(halt)
 
-    def repeat(self) -> None:
-        """A zombie says again what it said, or what another one said of the same group."""
+    def repeat(self, *, decisions: bool = True) -> None:
+        """Any event comes again, after its writer was replaced too. The bus refuses to append a decision twice."""
         event = self.random.choice(self.log)
-        if not event.topic.startswith("ledger.") and not isinstance(event, TrainerStarted | CheckpointSaved):
-            self.add(event)
+        if decisions or not event.topic.startswith("ledger."):
+            self.record(event)
+
+
+class Trainer:
+    """One start of the trainer. It says its facts one by one, in the trainer's order, and may freeze before each."""
+
+    def __init__(self, world: World, *, incarnation: int, start: str) -> None:
+        self.world, self.who = world, {"incarnation": incarnation, "start": start}
+        self.step = max(world.checkpoints)
+        self.line = dict(world.checkpoints[self.step])
+        world.add(TrainerStarted(**self.who, step=self.step))
+        self.frontier = world.state.trained_steps
+        self.version = max([event.version for event in world.log if isinstance(event, WeightsAnnounced)], default=0)
+        self.facts = self.train()
+        self.fact = next(self.facts)  # that it says next; None: it waits for a batch
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.fact is not None or self.step in self.world.batches
+
+    def say(self) -> None:
+        """Say a fact, and work until the next one."""
+        if self.fact is not None:
+            self.world.add(self.fact)
+        self.fact = next(self.facts)
+
+    def train(self) -> Iterator[Message | None]:
+        world = self.world
+        if self.step >= self.frontier:
+            yield self.announce()
+        while self.step < world.schedule.num_steps:
+            while self.step not in world.batches:
+                yield None
+            refs = world.batches[self.step].groups
+            if self.step >= self.frontier and world.random.random() < 0.1:
+                lost = tuple(world.random.sample(refs, world.random.randint(1, len(refs))))
+                yield PayloadsMissing(**self.who, step=self.step, groups=lost, reason="purged")
+                continue
+            self.line[self.step] = refs
+            self.step += 1
+            yield BatchTrained(**self.who, step=self.step - 1, num_groups=1, num_samples=1, num_tokens=1, metrics={})
+            if self.step >= self.frontier:
+                yield self.announce()
+            if self.step % world.save_interval == 0:
+                yield self.save()
+        yield self.save()
+        while True:
+            yield None
+
+    def announce(self) -> Message:
+        self.version += 1
+        return WeightsAnnounced(**self.who, version=self.version, step=self.step, path="", checksum="", size_bytes=0)
+
+    def save(self) -> Message:
+        """The file is complete before its event is published. A replaced trainer ends before its file is complete."""
+        world = self.world
+        if self is world.trainer:
+            saved = {**world.checkpoints, self.step: dict(self.line)}
+            world.checkpoints = {step: saved[step] for step in sorted(saved)[-KEPT_CHECKPOINTS:]}
+        return CheckpointSaved(**self.who, step=self.step, path="", oldest_step=min(world.checkpoints), took_s=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -300,3 +349,5 @@ def test_every_run_ends_whatever_dies(
     assert world.state.books().trained == schedule.num_steps * batch
     batched = [ref.group_id for ready in world.batches.values() for ref in ready.groups]
     assert len(batched) == len(set(batched))
+    weights = world.checkpoints[schedule.num_steps]
+    assert world.trained == {ref.group_id: step for step, refs in weights.items() for ref in refs}

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.filter.actor import FILTER_TIMEOUT_S, FilterActor
+from actors.filter.actor import FilterActor
 from actors.filter.filters import Verdict, answering, summary_of
 from actors.registry import hosted
 from messages import SegmentsPublished
@@ -18,6 +18,7 @@ from messages.samples import SampleStatus, SampleSummary, SegmentRef
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.events import Events
+from runtime.functions.table import FILTER
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.util.errors import flatten
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(
-    bus: Bus, dynamic_filter: str | None, *, timeout_s: float = FILTER_TIMEOUT_S, **rollout: Any
+    bus: Bus, dynamic_filter: str | None, *, timeout_s: float = FILTER.timeout_s, **rollout: Any
 ) -> AsyncGenerator[FilterActor]:
     topology = topology_with(rollout={"dynamic_filter": dynamic_filter, **rollout})
     actor = FilterActor(topology, bus, timeout_s=timeout_s)
@@ -152,7 +153,7 @@ def test_an_async_filter_is_awaited(tmp_path: Path, rewards: list[float], outcom
             group_id=1, attempt=1, lease="l", round=0, instance="rollout.0", data="d", samples=tuple(samples)
         )
     )
-    answer = answering(f"{tmp_path}/mine.py:later")(msgspec.msgpack.encode(summary))
+    answer = answering("k", f"{tmp_path}/mine.py:later")(msgspec.msgpack.encode(summary))
     assert msgspec.msgpack.decode(answer, type=Verdict).outcome is outcome
 
 
@@ -290,3 +291,22 @@ async def test_a_filter_that_takes_its_time_is_named(bus: Bus, tmp_path: Path) -
         await complete(bus, 7, [1.0])
         await eventually(lambda: actor.waits_for() != "completed groups")
         assert actor.waits_for().startswith(f"the filter {tmp_path}/mine.py:hangs, judging group 7 for ")
+
+
+async def test_a_filter_that_always_takes_too_long_ends_the_run_and_says_where(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+
+    async def run() -> None:
+        async with running(bus, f"{tmp_path}/mine.py:hangs", timeout_s=0.2):
+            for number in range(9):
+                await complete(bus, number, [1.0])
+            await anyio.sleep(50)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run()
+    (error,) = flatten(caught.value)
+    assert isinstance(error, InputError)
+    assert "the first 8 calls of the filter in this run, for 8 prompt groups, all failed" in str(error)
+    assert "no verdict within 0.2 s" in str(error)
+    assert "mine.py:" in str(error)
+    assert "in hangs)" in str(error)

@@ -12,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.filter.filters import (
+    FILTER_KEY,
     KEEP,
     FilterError,
     GroupSummary,
     Verdict,
-    find_filter,
     nonzero_std,
     summary_of,
     verdict_of,
 )
 from messages.events import GroupCompleted, Outcome
 from messages.samples import SampleStatus, SampleSummary
-from runtime.settings.plugins import PluginError
+from runtime.functions.load import PluginError, find
+from runtime.functions.table import FILTER
 
 
 def completed(
@@ -141,23 +142,23 @@ def test_any_other_answer_is_no_verdict(answer: Any) -> None:
 
 @pytest.mark.parametrize("name", [None, "none"])
 def test_by_default_everything_is_kept(name: str | None) -> None:
-    assert verdict_of(find_filter(name)(group_of([1.0, 1.0])), "none") == KEEP
+    assert verdict_of(find(FILTER, FILTER_KEY, name or "none")(group_of([1.0, 1.0])), "none") == KEEP
 
 
 def test_an_unknown_filter_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'nonzero_std'\? allowed: none, nonzero_std"):
-        find_filter("non_zero_std")
+        find(FILTER, FILTER_KEY, "non_zero_std")
 
 
 def test_a_users_filter_is_found_by_path_and_checked(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text(
         "def mine(group): return len(group.rewards) > 1\ndef old(args, samples): return True"
     )
-    assert find_filter("f.py:mine", [tmp_path])(group_of([1.0])) is False
+    assert find(FILTER, FILTER_KEY, "f.py:mine", [tmp_path])(group_of([1.0])) is False
     with pytest.raises(
         PluginError, match=r"rollout.dynamic_filter = 'f.py:old': takes \(args, samples\) but is called"
     ):
-        find_filter("f.py:old", [tmp_path])
+        find(FILTER, FILTER_KEY, "f.py:old", [tmp_path])
 
 
 def test_a_filter_sees_what_a_generate_function_noted() -> None:

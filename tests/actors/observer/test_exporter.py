@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from actors.observer.exporter import PROCESS_VARIABLE, Exporter, follow, served, use_of_processes
+from actors.observer.observed import Observed
 from runtime.node.reopen import FoundRun
-from runtime.report.observed import Observed
 from tests.bin.test_ledger import RUN, make
 from tests.support.log_of_a_run import LOG
 
@@ -74,13 +74,14 @@ async def test_a_disk_that_cannot_be_asked_costs_the_facts_alone(tmp_path: Path)
         assert (answer.status, "physarum_node" in await answer.text()) == (200, False)
 
 
-BUSY = "import time\nwhile time.process_time() < 1: pass"
+BUSY = "import time\nwhile time.process_time() < 0.5: pass"
 PARENT = (
     f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])\nprint('ended', flush=True)\ninput()"
 )
 
 
 def test_cpu_time_of_a_child_that_ended_still_counts() -> None:
+    """It used half a second. The kernel counts in ticks, and cuts the last of each kind of time."""
     environment = {**os.environ, PROCESS_VARIABLE: "reward.0"}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -89,4 +90,4 @@ def test_cpu_time_of_a_child_that_ended_still_counts() -> None:
         assert process.stdout.readline() == "ended\n"
         _, seconds = use_of_processes(os.getpid())
         process.communicate("\n")
-    assert seconds["reward.0"] >= 1
+    assert seconds["reward.0"] > 0.25  # the parent alone uses less than a tenth

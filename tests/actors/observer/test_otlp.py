@@ -13,8 +13,8 @@ import pytest
 
 from actors.observer import otlp
 from actors.observer.otlp import AT_ONCE, RUN_DIR_VARIABLE, Queue, sent_in
+from actors.observer.traces import OtlpSpan
 from runtime.node.claims.rundir import BUS_FILE
-from runtime.report.group_spans import OtlpSpan
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from runtime.util.retrying import Backoff
 from tests.fixtures.nats import eventually

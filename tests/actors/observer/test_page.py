@@ -13,20 +13,23 @@ import aiohttp
 import anyio
 import msgspec
 import pytest
-from aiohttp import DummyCookieJar
 from yarl import URL
 
-from actors.observer.page import FILES, STATIC, Address, Page, follow, new_token, served
+from actors.observer import access
+from actors.observer.access import Address
+from actors.observer.observed import Observed
+from actors.observer.page import FILES, MAX_STREAMS, STATIC, Page, follow, served
 from runtime.node.reopen import FoundRun
-from runtime.report.observed import Observed
 from tests.bin.test_ledger import RUN, make
 from tests.build.events import failed
+from tests.fixtures.nats import eventually
 from tests.support.log_of_a_run import LOG
 
 pytestmark = pytest.mark.anyio
 
-TOKEN = new_token()
-COOKIE = Page(Observed(RUN), TOKEN).cookie
+SECRET = "5ec4e7" * 8
+WITH_SECRET = {"Authorization": f"Bearer {SECRET}"}
+OF_THE_RUN = ("/events", "/timeline", "/samples", "/samples/group", "/samples/tokens", "/unknown")
 ANY_PORT = Address("127.0.0.1", 0)
 
 
@@ -34,11 +37,8 @@ ANY_PORT = Address("127.0.0.1", 0)
 async def opened(
     observed: Observed, versions: Callable[[], Mapping[str, str]] = dict
 ) -> AsyncGenerator[tuple[Page, aiohttp.ClientSession]]:
-    page = Page(observed, TOKEN, versions=versions)
-    async with (
-        served(page, ANY_PORT) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=DummyCookieJar()) as client,
-    ):
+    page = Page(observed, lambda: SECRET, versions=versions)
+    async with served(page, ANY_PORT) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
         yield page, client
 
 
@@ -49,49 +49,84 @@ def folded() -> Observed:
     return observed
 
 
-async def test_the_token_of_the_url_becomes_a_cookie_and_all_else_needs_it() -> None:
-    with_cookie = {"Cookie": f"{COOKIE}={TOKEN}"}
+async def ticket(client: aiohttp.ClientSession) -> dict[str, str]:
+    """A query with a ticket."""
+    response = await client.post("/ticket", headers=WITH_SECRET)
+    assert response.status == 200
+    return {"ticket": await response.text()}
+
+
+async def test_the_files_are_the_same_for_all_and_what_is_of_the_run_needs_the_secret() -> None:
     async with opened(folded()) as (_, client):
-        first = await client.get("/", params={"token": TOKEN}, allow_redirects=False)
-        assert (first.status, first.headers["Location"]) == (303, "/")
-        assert first.headers["Set-Cookie"] == f"{COOKIE}={TOKEN}; HttpOnly; Path=/; SameSite=Strict"
-        page = await client.get("/", headers=with_cookie)
+        page = await client.get("/")
         assert page.status == 200
         policy = page.headers["Content-Security-Policy"]
         assert "script-src 'self';" in policy
         assert "unsafe" not in policy
+        assert "Set-Cookie" not in page.headers
         for name in FILES:
-            assert (await client.get(f"/static/{name}", headers=with_cookie)).status == 200
-        for path in ("/", "/events", "/timeline", *(f"/static/{name}" for name in FILES)):
-            assert (await client.get(path)).status == 401
-            assert (await client.get(path, headers={"Cookie": f"{COOKIE}=guess"})).status == 401
-        assert (await client.get("/", params={"token": "guess"}, allow_redirects=False)).status == 403
+            assert (await client.get(f"/static/{name}")).status == 200
+        for path in OF_THE_RUN:
+            for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": SECRET}, {"Cookie": SECRET}):
+                assert (await client.get(path, headers=headers)).status == 401
+            assert (await client.get(path, params={"token": SECRET})).status == 401
+            assert (await client.get(path, params={"ticket": SECRET})).status == 401
+        assert (await client.post("/ticket")).status == 401
+        assert (await client.get("/timeline", headers=WITH_SECRET)).status == 200
 
 
-async def test_pages_on_one_machine_have_cookies_of_their_own() -> None:
-    jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of an address, which ignore the port
-    pages = [Page(folded(), new_token()) for _ in range(2)]
-    async with (
-        served(pages[0], ANY_PORT) as one,
-        served(pages[1], ANY_PORT) as two,
-        aiohttp.ClientSession(cookie_jar=jar) as client,
-    ):
-        for port, page in ((one, pages[0]), (two, pages[1])):
-            assert (await client.get(f"http://127.0.0.1:{port}/", params={"token": page._token})).status == 200
-        assert [(await client.get(f"http://127.0.0.1:{port}/")).status for port in (one, two)] == [200, 200]
+async def test_a_ticket_is_valid_once_for_a_while_and_only_with_the_secret_it_was_given_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    valid = SECRET
+    page = Page(folded(), lambda: valid)
+    async with served(page, ANY_PORT) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        once = await ticket(client)
+        assert [(await client.get("/timeline", params=once)).status for _ in range(2)] == [200, 401]
+        before = await ticket(client)
+        stream = await client.get("/events", params=await ticket(client))
+        assert (await sent(stream))["whole"]
+        valid = "renewed"
+        assert (await client.get("/timeline", params=before)).status == 401
+        assert (await client.get("/timeline", headers=WITH_SECRET)).status == 401
+        with anyio.fail_after(50):
+            assert (await stream.content.read()).strip() == b""  # the stream of the old secret ends
+        valid = SECRET
+        many = [await ticket(client) for _ in range(access.MAX_TICKETS + 1)]
+        assert [(await client.get("/timeline", params=each)).status for each in (many[0], many[1])] == [401, 200]
+        monkeypatch.setattr(access, "TICKET_S", 0.0)
+        assert (await client.get("/timeline", params=await ticket(client))).status == 401
+
+
+VALUES = (b"\xff\xfe", b"Bearer \xff", b"a=\xc3\x28", b"\xed\xa0\x80", b"=;=,;", b"\x00", b"\x7f")
+
+
+async def test_headers_that_are_not_utf8_are_refused() -> None:
+    found = dict[tuple[bytes, bytes, bytes], bytes]()
+    async with served(Page(folded(), lambda: SECRET), ANY_PORT) as port:
+        for name in (b"Cookie", b"Authorization", b"Host", b"Accept", b"X"):
+            for value, query in [*((value, b"") for value in VALUES), (b"a", b"?ticket=%ff"), (b"a", b"?ticket=\xff")]:
+                host = b"" if name == b"Host" else b"Host: localhost\r\n"
+                head = b"GET /events" + query + b" HTTP/1.1\r\n" + host + name + b": " + value + b"\r\n\r\n"
+                async with await anyio.connect_tcp("127.0.0.1", port) as client:
+                    await client.send(head)
+                    with anyio.fail_after(30):
+                        found[name, value, query] = (await client.receive()).split()[1]
+    assert found[b"Cookie", b"\xff\xfe", b""] == b"401"
+    assert set(found.values()) <= {b"400", b"401", b"403"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2:80", "[::1]:80", "[::1]", "localhost", "localhost:1", "127.0.0.1"])
 async def test_each_loopback_address_may_serve_the_page(host: str) -> None:
     async with opened(folded()) as (_, client):
-        assert (await client.get("/", headers={"Host": host, "Cookie": f"{COOKIE}={TOKEN}"})).status == 200
+        assert (await client.get("/timeline", headers={"Host": host, **WITH_SECRET})).status == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:80", "0.0.0.0:80", ""])
-async def test_a_foreign_host_gets_nothing_even_with_the_token(host: str) -> None:
+async def test_a_foreign_host_gets_nothing_even_with_the_secret(host: str) -> None:
     async with opened(folded()) as (_, client):
-        for path in ("/", f"/?token={TOKEN}", "/events", "/static/app.js"):
-            headers = {"Host": host, "Cookie": f"{COOKIE}={TOKEN}"}
+        for path in ("/", "/events", "/static/app.js"):
+            headers = {"Host": host, **WITH_SECRET}
             assert (await client.get(path, headers=headers, allow_redirects=False)).status in (400, 403)
 
 
@@ -101,7 +136,7 @@ async def test_a_foreign_host_gets_nothing_even_with_the_token(host: str) -> Non
 async def test_no_other_file_is_served(name: str) -> None:
     async with opened(folded()) as (_, client):
         url = URL(f"{client._base_url}/static/{name}".replace("//static", "/static"), encoded=True)
-        assert (await client.get(url, headers={"Cookie": f"{COOKIE}={TOKEN}"})).status == 404
+        assert (await client.get(url, headers=WITH_SECRET)).status == 404
 
 
 async def sent(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -114,7 +149,7 @@ async def sent(response: aiohttp.ClientResponse) -> dict[str, Any]:
 async def test_a_page_gets_all_then_what_changes() -> None:
     observed = folded()
     async with opened(observed) as (page, client):
-        response = await client.get("/events", headers={"Cookie": f"{COOKIE}={TOKEN}"})
+        response = await client.get("/events", headers=WITH_SECRET)
         first = await sent(response)
         assert (first["whole"], first["now"]["step"], first["now"]["num_events"]) == (True, 2, len(LOG))
         assert [step["step"] for step in first["times"]["steps"]] == [1]
@@ -130,36 +165,54 @@ async def test_a_page_gets_all_then_what_changes() -> None:
         response.close()
 
 
+async def test_pages_that_were_closed_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.observer.page.UPDATE_EVERY_S", 0.01)
+    async with opened(folded()) as (_, client):
+        streams = [await client.get("/events", headers=WITH_SECRET) for _ in range(MAX_STREAMS)]
+        assert (await client.get("/events", headers=WITH_SECRET)).status == 503
+        for stream in streams:
+            stream.close()
+
+        async def is_free() -> bool:
+            async with client.get("/events", headers=WITH_SECRET) as stream:
+                return stream.status == 200
+
+        await eventually(is_free)
+
+
 async def test_a_page_shows_the_versions_that_nodes_have_recorded_when_it_is_opened() -> None:
     recorded = {"home: torch": "2.11"}
     async with opened(folded(), lambda: recorded) as (_, client):
         for num in (1, 2):
-            response = await client.get("/events", headers={"Cookie": f"{COOKIE}={TOKEN}"})
+            response = await client.get("/events", headers=WITH_SECRET)
             assert len((await sent(response))["versions"]) == num
             response.close()
             recorded["other: torch"] = "2.11"  # another node joins
 
 
 async def test_a_page_asks_for_the_spans_of_some_steps() -> None:
-    headers = {"Cookie": f"{COOKIE}={TOKEN}"}
     async with opened(folded()) as (_, client):
-        window = await (await client.get("/timeline", params={"last": "1", "steps": "1"}, headers=headers)).json()
+        window = await (await client.get("/timeline", params={"last": "1", "steps": "1"}, headers=WITH_SECRET)).json()
         assert (window["first"], window["last"], window["newest"]) == (1, 1, 1)
-        assert {bar[0] for bar in window["bars"]} >= {"rollout", "scores", "train"}
+        assert {bar[0] for bar in window["bars"]} >= {"rollout", "scores", "part"}
         for query in ({"last": "x"}, {"steps": "-1"}, {"last": "1" * 10}, {"steps": "²"}):
-            assert (await client.get("/timeline", params=query, headers=headers)).status == 400
+            assert (await client.get("/timeline", params=query, headers=WITH_SECRET)).status == 400
 
 
 async def test_a_run_that_ended_is_shown_as_not_running(tmp_path: Path) -> None:
     run_dir = await make(tmp_path / RUN)
     observed = Observed(RUN, 2)
-    page = Page(observed, TOKEN)
+    page = Page(observed, lambda: SECRET)
     caught_up = asyncio.Event()
 
     def progress(_: str) -> None:
         if observed.seq == len(LOG):
             caught_up.set()
 
+    async with opened(folded()) as (shown, client):
+        shown.share_read = 0.25
+        async with client.get("/events", headers=WITH_SECRET) as stream:
+            assert (await sent(stream))["share_read"] == 0.25
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(follow, FoundRun(name=RUN, directory=run_dir), observed, page, progress, progress)
         with anyio.fail_after(30):
@@ -189,6 +242,7 @@ def test_nothing_of_a_run_can_become_markup_or_code() -> None:
     )
     assert found == []
     page = (STATIC / "index.html").read_text()
+    assert "document.cookie" not in "".join(path.read_text() for path in STATIC.glob("*.js"))
     assert re.findall(r"<script(?! src=)|\son\w+=|style=|https?:", page) == []
 
 

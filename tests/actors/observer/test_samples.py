@@ -10,43 +10,40 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
-from aiohttp import DummyCookieJar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.observer import samples
+from actors.observer.observed import Observed
 from actors.observer.page import Page, report_page, served
 from actors.observer.samples import Samples
-from actors.observer.shown_samples import MAX_TOKENS, token_texts, tokens_shown, worst_and_best_first
+from actors.observer.shown_samples import MAX_TOKENS, extremes, token_texts, tokens_shown, worst_and_best_first
 from messages import Outcome, SampleStatus
-from runtime.data.dump_files import columns_path, write_pair
+from runtime.data.dump_files import columns_path, keep_newest, write_pair
 from runtime.data.dumps import Fate
 from runtime.data.trained_tokens import TrainedTokens, trained_path, write_trained
-from runtime.report.observed import Observed
-from tests.actors.observer.test_page import ANY_PORT, COOKIE, TOKEN
+from tests.actors.observer.test_page import ANY_PORT, SECRET, WITH_SECRET
 from tests.build.dumps import dumped_group
 from tests.build.samples import segment
 
 MODEL = Path(__file__).parents[3] / "topologies/demo/models/reverse-digits"
 SCRIPT = "<script>alert(1)</script>"
-WITH_COOKIE = {"Cookie": f"{COOKIE}={TOKEN}"}
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
 async def opened(directory: Path | None) -> AsyncGenerator[aiohttp.ClientSession]:
-    stored = None if directory is None else str(directory)
-    page = Page(Observed("r"), TOKEN, {"run.dump_details": msgspec.json.encode(stored).decode()})
+    page = Page(Observed("r"), lambda: SECRET, dumps=directory)
     async with (
         served(page, ANY_PORT) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=DummyCookieJar()) as client,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
     ):
         yield client
 
 
 async def answered(client: aiohttp.ClientSession, path: str, **query: Any) -> tuple[int, Any]:
-    response = await client.get(path, params=query, headers=WITH_COOKIE)
+    response = await client.get(path, params=query, headers=WITH_SECRET)
     assert response.headers["Content-Type"] == "application/json"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert "script-src 'self'" in response.headers["Content-Security-Policy"]
@@ -76,6 +73,18 @@ def dumps(tmp_path: Path) -> Path:
     return directory
 
 
+async def test_a_group_whose_step_was_removed_since_is_not_there_any_more(dumps: Path) -> None:
+    write_pair(dumps, 1, [dumped_group(7, (0.0, 1.0))], (2, 0))
+    async with opened(dumps) as client:
+        _, listed = await answered(client, "/samples")
+        assert listed["num_groups"] == 3
+        keep_newest(dumps, 1)
+        _, gone = await answered(client, "/samples/group", group=1)
+        assert gone["problem"] == "The dumps have no group 1."
+        _, listed = await answered(client, "/samples")
+        assert [each["group"] for each in listed["groups"]] == [7]
+
+
 async def test_a_group_has_its_worst_and_best_sample_first_and_what_the_grader_said(dumps: Path) -> None:
     async with opened(dumps) as client:
         status, listed = await answered(client, "/samples", sort="reward")
@@ -84,11 +93,25 @@ async def test_a_group_has_its_worst_and_best_sample_first_and_what_the_grader_s
             (1, 0.5, 2.5),
             (2, 0, 1),
         ]
+        samples = {}
+        for number in (1, 2):
+            _, found = await answered(client, "/samples/group", group=number)
+            samples[number] = {each["place"]: each["response"] for each in found["samples"]}
+        best_and_worst = {1: [samples[1][1], samples[1][2]], 2: [samples[2][0]]}  # of rewards 0.5, 1, 0, none; and 0
+        assert {each["group"]: each["responses"] for each in listed["groups"]} == best_and_worst
         status, group = await answered(client, "/samples/group", group=1)
         assert [(each["place"], each["reward"]) for each in group["samples"]] == [(2, 0), (1, 1), (0, 0.5), (3, None)]
         status, group = await answered(client, "/samples/group", group=2, step=0)
         assert (group["outcome"], group["reason"]) == ("dropped", "zero std")
         assert group["samples"][0]["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([], []), ([1.0], [0]), ([None], [0]), ([0.0, 1.0], [1, 0]), ([1.0, 1.0, 1.0], [2]), ([None, 0.5, None], [1])],
+)
+def test_a_list_shows_the_best_and_the_worst_of_a_group(rewards: list[float | None], expected: list[int]) -> None:
+    assert extremes(rewards) == expected
 
 
 async def test_a_script_in_a_prompt_or_of_a_grader_is_a_text_in_json(dumps: Path) -> None:
@@ -163,7 +186,7 @@ async def test_a_group_of_a_step_that_is_not_read_yet_is_asked_for_again(
         ("/samples/group", {"group": "9" * 16}, 400, "group: is not a number"),
         ("/samples/group", {}, 400, "group: is missing"),
         ("/samples/group", {"group": "7"}, 200, "The dumps have no group 7."),
-        ("/samples/group", {"group": "1", "step": "1"}, 200, "no group 1 in the files of step 1"),
+        ("/samples/group", {"group": "1", "step": "1"}, 200, "no group 1 in the files rollout_1 of step 2"),
         ("/samples/tokens", {"group": "1", "place": "4"}, 200, "no sample at place 4"),
         ("/samples/tokens", {"group": "1", "place": "x"}, 400, "place: is not a number"),
         ("/samples", {"sort": "__class__"}, 400, "sort: is not known; allowed: step, reward"),
@@ -186,8 +209,8 @@ async def test_the_guard_of_the_page_stands_before_samples(dumps: Path) -> None:
         for path in ("/samples", "/samples/group?group=1", "/samples/tokens?group=1&place=0"):
             for headers, expected in (
                 ({}, 401),
-                ({"Cookie": f"{COOKIE}=guess"}, 401),
-                ({**WITH_COOKIE, "Host": "evil.example"}, 403),
+                ({"Authorization": "Bearer guess"}, 401),
+                ({**WITH_SECRET, "Host": "evil.example"}, 403),
             ):
                 response = await client.get(path, headers=headers)
                 assert response.status == expected
@@ -262,7 +285,7 @@ def state_in(page: bytes) -> Any:
 
 
 def test_a_report_has_the_worst_and_best_groups_of_the_newest_steps(dumps: Path) -> None:
-    page = report_page(Observed("r"), {"run.dump_details": msgspec.json.encode(str(dumps)).decode()}, {}, live=False)
+    page = report_page(Observed("r"), {}, {}, dumps, live=False)
     assert SCRIPT.encode() not in page  # it would end the script that holds it
     shown = state_in(page)["samples"]
     assert [group["group"] for group in shown["listed"]["groups"]] == [1, 2]
@@ -278,5 +301,5 @@ def test_a_report_is_bounded_and_says_why_it_has_no_samples(tmp_path: Path) -> N
     found = Samples(tmp_path).report(max_bytes=100_000)
     assert {group["step"] for group in found["groups"]} <= set(range(2, 22))
     assert len(found["groups"]) == 3  # 13,333 characters for each of the two responses
-    assert Samples(None).report()["listed"]["problem"].startswith("The run writes no dumps: run.dump_details")
+    assert Samples(None).report()["listed"]["problem"].startswith("The run keeps no samples: observe.samples = true")
     assert "cannot be read" in Samples(tmp_path / "no").report()["listed"]["problem"]

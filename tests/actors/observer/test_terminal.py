@@ -7,11 +7,11 @@ import pytest
 from textual.pilot import Pilot
 
 from actors.observer import terminal
+from actors.observer.observed import Observed
 from actors.observer.terminal import RunView, log_tail
 from messages import ActorStarted, HaltAnswered, RunStalled
 from runtime.node.halting import NotHalted
 from runtime.node.reopen import FoundRun
-from runtime.report.observed import Observed
 from runtime.util.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 from tests.support.log_of_a_run import LOG
 
@@ -58,6 +58,22 @@ async def test_keys_choose_what_is_shown_in_a_small_terminal_and_in_a_large_one(
         await pilot.resize_terminal(120, 30)
         await pilot.press("1")
         assert len(await until(pilot, "rollout  up")) == 30
+
+
+async def test_the_past_is_not_shown_as_the_present_before_the_log_is_read(tmp_path: Path) -> None:
+    app = view(tmp_path)
+    app.share_read = 0.259
+    async with app.run_test(size=(80, 24)) as pilot:
+        lines = "\n".join(await until(pilot, "r: reading the log, 25 %"))
+        assert not any(words in lines for words in ("issued", "rollout  up", "waits for", "step 2"))
+        await pilot.press("4")
+        assert "in flight" not in "\n".join(await until(pilot, "group  state"))
+        await pilot.press("2")
+        await until(pilot, "reward ")  # curves are of the past in any case
+        app.share_read = None
+        app.changed()
+        await pilot.press("1")
+        await until(pilot, "rollout  up")
 
 
 async def test_texts_of_a_run_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import platform
 import resource
 import signal
 import socket
@@ -172,7 +173,11 @@ def connects(sample: Any) -> dict[str, Any]:
     def vsock() -> None:
         socket.socket(socket.AF_VSOCK).close()
 
-    tries = (stream, datagram_of_a_pair, pair_connected_elsewhere, ring, vsock)
+    def keyring() -> None:  # keyctl(KEYCTL_GET_KEYRING_ID, KEY_SPEC_SESSION_KEYRING)
+        if ctypes.CDLL(None, use_errno=True).syscall(250 if platform.machine() == "x86_64" else 219, 0, -3, 0) == -1:
+            raise OSError(ctypes.get_errno(), "keyctl")
+
+    tries = (stream, datagram_of_a_pair, pair_connected_elsewhere, ring, vsock, keyring)
     return {
         "score": 1.0,
         **{found.__name__: _tried(found) for found in tries},

@@ -18,13 +18,13 @@ from actors.reward.recipe import graders_of
 from actors.reward.samples import GradedSample
 from messages import Int32Array, Prompt
 from runtime.bus.bus import Bus
-from runtime.node.checks.apart import unlimited
 from runtime.process.actor import InputError
 from runtime.settings.topology import scoring_time_s
 from runtime.util.errors import flatten
 from tests.actors.reward.test_pool import AMPLE_S, pool_of
 from tests.actors.reward.test_reward_actor import Asker
 from tests.build.topology import topology_with
+from tests.support.checks import context_of
 
 pytestmark = pytest.mark.anyio
 
@@ -168,7 +168,6 @@ def test_a_batch_function_is_looked_up_as_one_and_its_samples_may_be_in_several_
 
 def test_the_check_calls_a_batch_function_with_a_list_of_one_sample() -> None:
     prompt = Prompt(data="d", row=0, text="p", prompt_ids=Int32Array([1]), rm_type="own")
-    notes: list[str] = []
-    row = SampleRow(prompt, group=False)
-    assert list(check_graders(topology_of(), {"data.0": row}, unlimited, notes)) == []
-    assert notes == []
+    context = context_of(topology_of())
+    assert list(check_graders(context, {"data.0": SampleRow(prompt, group=False)})) == []
+    assert context.notes == []

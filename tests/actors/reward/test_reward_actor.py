@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.reward.actor import FIRST_GRADE_KEY, RewardActor, never_worked
+from actors.reward.actor import FIRST_GRADE_KEY, RewardActor
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered, UserFunctionRaised
 from messages.arrays import Float32Array, Int32Array
@@ -21,8 +21,9 @@ from messages.samples import SampleStatus
 from messages.work import ScoreItem, ScoreRequested, TurnSpan
 from runtime.bus.bus import Bus
 from runtime.bus.scoring import ACK_WAIT_S, ScoreInbox
+from runtime.functions.load import is_plugin
 from runtime.process.actor import InputError
-from runtime.settings.plugins import is_plugin
+from runtime.process.first_calls import never_worked
 from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten

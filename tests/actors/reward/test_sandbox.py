@@ -296,6 +296,7 @@ async def test_an_isolated_grader_reaches_no_socket_that_has_a_path(kind: Any, t
         assert seen["stream"] == "yes"
         return
     assert seen["stream"] == seen["datagram_of_a_pair"] == seen["vsock"] == seen["ring"] == "PermissionError"
+    assert seen["keyring"] == "PermissionError"
     assert seen["pair_connected_elsewhere"] == "OSError"  # it is connected already
 
 

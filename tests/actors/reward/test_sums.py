@@ -18,11 +18,11 @@ from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.sample import OpenSample
 from messages import Int32Array, Prompt, SampleStatus, Score, UserFunctionRaised
 from runtime.bus.bus import Bus
-from runtime.node.checks.apart import unlimited
 from runtime.settings.rules.topology import topology_problems
 from runtime.settings.topology import grader_names, own_graders
 from tests.actors.reward.test_reward_actor import USER_CODE, Asker
 from tests.build.topology import topology_with
+from tests.support.checks import context_of
 from tests.support.judging import ScriptedJudge, serving
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +31,7 @@ WEIGHTS = {"f1": 0.25, "digits": -2.0}
 
 
 def test_the_parts_of_a_sum_are_the_named_rewards_that_gdpo_trains() -> None:
-    gdpo = {"advantage_estimator": "gdpo", "gdpo_reward_keys": tuple(WEIGHTS), "normalize_advantages": True}
+    gdpo = {"normalize_advantages": True, "estimator": {"type": "gdpo", "reward_keys": tuple(WEIGHTS)}}
     data = [{"name": "d", "path": "p", "rm_type": "total"}]
     reward = {"sums": {"total": WEIGHTS}, "graders": {"digits": "m.py:f"}, "reward_key": "f1"}
     topology = topology_with(data=data, reward=reward, algorithm=gdpo)
@@ -47,10 +47,8 @@ def test_the_check_tries_the_functions_of_a_sum() -> None:
     reward = {"graders": {"own": f"{USER_CODE}:full"}, "sums": {"total": {"f1": 1.0, "own": 0.5}}}
     topology = topology_with(data=[{"name": "d", "path": "p", "rm_type": "total"}], reward=reward)
     prompt = Prompt(data="d", row=3, text="p", prompt_ids=Int32Array([1]), rm_type="total", label="1")
-    notes: list[str] = []
-    assert list(check_graders(topology, {"data.0": SampleRow(prompt, group=False)}, unlimited, notes)) == []
-    (note,) = notes
-    assert "user_graders.py:full failed on row 3 with an empty answer" in note
+    (problem,) = check_graders(context_of(topology), {"data.0": SampleRow(prompt, group=False)})
+    assert "user_graders.py:full" in str(problem)
 
 
 def test_only_the_first_process_of_the_check_imports_all_graders(tmp_path: Path) -> None:
@@ -69,8 +67,8 @@ def test_only_the_first_process_of_the_check_imports_all_graders(tmp_path: Path)
         )
         for number, source in enumerate(data)
     }
-    notes: list[str] = []
-    assert (list(check_graders(topology, rows, unlimited, notes)), notes) == ([], [])
+    context = context_of(topology)
+    assert (list(check_graders(context, rows)), context.notes) == ([], [])
     assert sorted(imports.read_text().split()) == ["one", "two", "two"]
 
 
@@ -124,9 +122,13 @@ def test_the_first_failed_part_in_the_order_of_the_weights_fails_the_sum_with_it
 
 def test_a_sum_that_is_not_finite_is_a_bad_answer() -> None:
     huge = {"a": Graded(reward=1e308), "b": Graded(reward=-1e308)}
-    for weights, value in (({"a": 10.0}, "inf"), ({"a": 10.0, "b": 10.0}, "nan")):
+    for weights, problem in (
+        ({"a": 10.0}, "inf, not a finite number"),
+        ({"a": 10.0, "b": 10.0}, "nan, not a finite number"),
+        ({"a": 1.0}, "1e+308, beyond the 1e+15 that a reward may be"),
+    ):
         found = sum_of("total", weights, huge)
-        assert (found.reward, found.cause, found.error) == (None, "bad_answer", f"reward.sums.total is {value}")
+        assert (found.reward, found.cause, found.error) == (None, "bad_answer", f"reward.sums.total is {problem}")
 
 
 async def test_parts_run_together_and_answers_stay_with_their_samples() -> None:

@@ -65,7 +65,7 @@ async def test_a_group_is_generated_stored_scored_and_completed(bus: Bus, router
 
 
 async def test_a_greedy_sample_is_scored_and_kept_apart(bus: Bus, router_url: str) -> None:
-    topology = topology_with(algorithm={"advantage_estimator": "remax"})
+    topology = topology_with(algorithm={"estimator": {"type": "remax"}})
     sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9)
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus, 0.5)
@@ -274,16 +274,17 @@ async def test_a_sample_may_be_dropped_alone_by_the_cause_and_the_others_train(b
 
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(fail_first)
-        reward = {"failures": {"raised": "drop_sample"}}
+        reward = {"on_failure": "drop", "failures": {"raised": "drop_sample"}}
         async with rollout_actor(bus, router_url, [engine], topology_with(reward=reward)):
             await bus.publish(announcement(1))
-            await bus.publish(task(0))
+            await bus.publish(msgspec.structs.replace(task(0), num_samples=3))
             event, _ = await next_event(bus, GroupFailed, GroupCompleted)
         group.cancel_scope.cancel()
     assert isinstance(event, GroupCompleted)
-    assert [(sample.status, sample.reward) for sample in event.samples] == [("failed", None), ("completed", 0.5)]
-    assert summary_of(event).rewards == [0.5]
-    assert [trainable(sample) for sample in event.samples] == [False, True]
+    ends = [(sample.status, sample.reward) for sample in event.samples]
+    assert ends == [("failed", None), ("completed", 0.5), ("completed", 0.5)]
+    assert summary_of(event).rewards == [0.5, 0.5]
+    assert [trainable(sample) for sample in event.samples] == [False, True, True]
 
 
 async def test_a_lost_request_is_sent_again_once_the_engine_is_back(bus: Bus, router_url: str) -> None:

@@ -99,6 +99,23 @@ async def test_a_stop_text_ends_the_output_and_is_trimmed(client: EngineClient) 
     assert kept["text"] == free["text"][: end + 3]
 
 
+async def test_an_empty_stop_text_ends_the_output_at_its_first_token(client: EngineClient) -> None:
+    """As SGLang 0.5.23 does, which searches the text for it: the contract is in tests/sglang/test_answers.py."""
+    for stop in ("", ["zzzz", ""]):
+        for kept in (False, True):
+            answer = await client.generate(params={"stop": stop, "no_stop_trim": kept}, max_new_tokens=16)
+            assert (len(answer["output_ids"]), answer["text"]) == (1, "")
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ""}
+
+
+async def test_a_stop_text_counts_before_the_least_number_of_tokens(client: EngineClient) -> None:
+    params: dict[str, Any] = {"sampling_seed": 5}
+    free = await client.generate(params=params, max_new_tokens=16)
+    wanted = params | {"stop": [free["text"][2]], "min_new_tokens": 16}
+    stopped = await client.generate(params=wanted, max_new_tokens=16)
+    assert len(stopped["output_ids"]) == free["text"].index(free["text"][2]) + 1
+
+
 async def test_a_stop_token_is_in_the_output_and_trimmed_from_the_text(client: EngineClient) -> None:
     params: dict[str, Any] = {"sampling_seed": 6}
     free = await client.generate(params=params, max_new_tokens=30)

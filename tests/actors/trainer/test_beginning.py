@@ -158,7 +158,7 @@ def test_the_reference_is_what_training_starts_from_and_stays_over_a_resume(
 ) -> None:
     """The first step's divergence is 0. A later checkpoint in the directory of `trainer.load` changes nothing."""
     tables: dict[str, Any] = {
-        "algorithm": {"kl_loss_coef": 0.1, "kl_loss_type": "k2", "num_steps_per_rollout": 1},
+        "algorithm": {"num_steps_per_rollout": 1, "kl": {"type": "k2", "loss_coef": 0.1}},
         "trainer": {"load_weights_only": weights_only},
         "train": {"num_steps": 3},
     }
@@ -182,7 +182,7 @@ def test_a_reference_that_is_named_stays_with_a_checkpoint_to_start_from(
     write_model(tmp_path / "first")
     write_model(tmp_path / "second", initializer_range=0.1)
     model = {"hf_checkpoint": str(tmp_path / "first"), "random_init": False, "ref_load": str(tmp_path / "second")}
-    algorithm = {"kl_loss_coef": 0.1, "kl_loss_type": "k2", "num_steps_per_rollout": 1}
+    algorithm = {"num_steps_per_rollout": 1, "kl": {"type": "k2", "loss_coef": 0.1}}
     tables: dict[str, Any] = {"model": model, "algorithm": algorithm}
     old = TrainerRank(make_topology(**tables), tmp_path / "other")
     save(old, step=0, incarnation=1)

@@ -35,11 +35,10 @@ def topology(make_topology: MakeTopology) -> Topology:
         train={"num_steps": NUM_STEPS, "save_interval": SAVE_INTERVAL},
         rollout={"max_token_staleness": 2},
         algorithm={
-            "kl_loss_coef": 0.3,
-            "kl_loss_type": "k3",
             "ref_update_interval": 1,
             "keep_old_actor": True,
             "reset_optimizer_states": True,
+            "kl": {"type": "k3", "loss_coef": 0.3},
         },
     )
 

@@ -15,7 +15,7 @@ from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 
-PPO = {"advantage_estimator": "ppo", "num_critic_only_steps": 2, "num_steps_per_rollout": 2}
+PPO = {"num_steps_per_rollout": 2, "estimator": {"type": "ppo", "num_critic_only_steps": 2}}
 WARM_UP = {"lr": 1e-3, "lr_warmup_iters": 4}
 
 
@@ -64,7 +64,7 @@ def test_a_run_that_starts_from_a_checkpoint_continues_the_actors_schedule(
     save(rank, step=3)
     expected = [rank.train(random_batch(step)).metrics["train/lr-pg_0"] for step in (3, 4)]
     assert len(set(expected)) == 2
-    algorithm, found = PPO | {"num_critic_only_steps": 0}, []
+    algorithm, found = PPO | {"estimator": {"type": "ppo", "num_critic_only_steps": 0}}, []
     for before, name in (("first", "second"), ("second", "third")):
         tables = {"trainer": {"load": str(tmp_path / before)}, "train": {"num_steps": 2 - len(found)}}
         new = TrainerRank(make_topology(algorithm=algorithm, optimizer=schedule, **tables), tmp_path / name)
@@ -80,7 +80,7 @@ def test_a_run_that_starts_from_a_checkpoint_continues_the_actors_schedule(
 def test_the_reference_and_old_log_probs_are_computed_when_the_actor_trains(
     make_topology: MakeTopology, tmp_path: Path
 ) -> None:
-    rank = TrainerRank(make_topology(algorithm=PPO | {"kl_loss_coef": 0.1}), tmp_path)
+    rank = TrainerRank(make_topology(algorithm=PPO | {"kl": {"type": "k1", "loss_coef": 0.1}}), tmp_path)
     passes: list[str] = []
     rank._replica.before_log_probs = passes.append
     for step in range(3):

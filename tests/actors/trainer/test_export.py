@@ -62,7 +62,7 @@ def test_an_exported_model_computes_in_transformers_what_the_trainer_does(
 def test_a_reward_model_is_exported_from_its_checkpoint_as_by_the_trainer(
     make_run: Callable[..., TrainerRank], tmp_path: Path
 ) -> None:
-    algorithm, rollout = {"loss_type": "rm_loss", "num_steps_per_rollout": 1}, {"n_samples_per_prompt": 1}
+    algorithm, rollout = {"num_steps_per_rollout": 1, "loss": {"type": "rm"}}, {"n_samples_per_prompt": 1}
     engine = make_run(tied=True, algorithm=algorithm, rollout=rollout)
     engine.train(pairs(0))
     save(engine, step=1, incarnation=1)

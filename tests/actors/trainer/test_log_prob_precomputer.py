@@ -12,6 +12,7 @@ from actors.trainer.log_prob_precomputer import LogProbPrecomputer
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, PayloadsMissing, Plane, VerdictGiven, WeightsAnnounced
 from runtime.bus.bus import Bus
+from runtime.settings.tables.algorithm import K3
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, errors_of, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, payload, publish_groups
@@ -27,7 +28,7 @@ NUM_STEPS = 2
 def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(
         train={"num_steps": NUM_STEPS},
-        algorithm={"kl_loss_coef": 0.3, "num_steps_per_rollout": 2},
+        algorithm={"num_steps_per_rollout": 2, "kl": {"type": "k1", "loss_coef": 0.3}},
         trainer={"log_probs_ahead": True},
     )
 
@@ -108,7 +109,7 @@ async def test_log_probs_of_a_reference_that_has_moved_are_not_used(
     topology: Topology, bus: Bus, tmp_path: Path, precomputed: Computed
 ) -> None:
     """Those of the second batch were computed before the first step, after which the reference is the policy."""
-    algorithm = msgspec.structs.replace(topology.algorithm, kl_loss_type="k3", ref_update_interval=1)
+    algorithm = msgspec.structs.replace(topology.algorithm, ref_update_interval=1, kl=K3(loss_coef=0.3))
     topology = msgspec.structs.replace(topology, algorithm=algorithm)
     async with running(topology, bus, tmp_path / "run"):
         await said_until(bus, WeightsAnnounced)

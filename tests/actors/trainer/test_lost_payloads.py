@@ -13,6 +13,7 @@ from messages import (
     CheckpointRequested,
     CheckpointSaved,
     GroupRef,
+    Message,
     PayloadsMissing,
     Plane,
     StatsGiven,
@@ -139,6 +140,30 @@ async def test_of_a_step_that_a_zombie_trained_meanwhile_what_is_left_is_trained
     assert of(events, BatchTrained)[-1].metrics["train/num_lost_groups"] == 1
 
 
+async def test_a_trainer_trains_no_batch_that_its_predecessor_gave_back_while_it_started(
+    topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word comes after its log was read, and before its start is in the log. So it counts, and it has to know."""
+    groups = await publish_groups(bus, 0)
+    await bus.publish(BatchReady(incarnation=1, step=0, groups=groups))
+    published = Bus.publish
+
+    async def publish(self: Bus, message: Message) -> int:
+        if isinstance(message, TrainerStarted):
+            lost = PayloadsMissing(step=0, incarnation=0, start="first", groups=groups[:1], reason="gone")
+            await published(self, lost)
+        return await published(self, message)
+
+    monkeypatch.setattr(Bus, "publish", publish)
+    async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced)
+        await make_again(bus, 0, groups)
+        events = await said_until(bus, WeightsAnnounced, 2)
+    (trained,) = of(events, BatchTrained)
+    assert trained.num_groups == len(groups)
+    assert names(events)[-2:] == ["BatchTrained", "WeightsAnnounced"]
+
+
 async def test_steps_that_no_checkpoint_and_no_batch_holds_any_more_end_the_trainer(
     topology: Topology, bus: Bus, tmp_path: Path
 ) -> None:
@@ -148,7 +173,7 @@ async def test_steps_that_no_checkpoint_and_no_batch_holds_any_more_end_the_trai
     for event in (trained, CheckpointSaved(step=1, incarnation=1, path="", oldest_step=1, took_s=0.0)):
         await bus.publish(event)
     (error,) = await errors_of(topology, bus, tmp_path / "run")
-    assert "contains 0 train steps, but the log no longer has the batch of step 0" in str(error)
+    assert "contains 0 train steps, but the log no longer has the batch of step 1" in str(error)
 
 
 def asked(step: int) -> CheckpointRequested:

@@ -100,7 +100,7 @@ async def test_a_second_start_goes_on_behind_the_log_and_fences_the_first(bus: B
     topology = topology_of(write_model(tmp_path / "model"))
     with pytest.raises(ExceptionGroup) as raised:
         await two_starts(bus, topology, tmp_path)
-    assert raised.group_contains(Fenced, match="trainer incarnation 2 started")
+    assert raised.group_contains(Fenced, match="trainer incarnation 2 replaced incarnation 1")
 
 
 async def test_a_checkpoint_is_told_when_a_stream_fills_up(bus: Bus, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, set_aside_damaged
+from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, kept_of, set_aside_damaged
 from actors.trainer.commands import TrainerRank
-from actors.trainer.export import CannotExport, export_run
+from actors.trainer.export import CannotExport, export_run, find_source
 from actors.trainer.file_checksums import CHECKSUMS_FILE
+from runtime.report.summary import KeptCheckpoint
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.tiny import TINY, random_batch
 from tests.build.topology import MakeTopology
@@ -147,6 +148,46 @@ def test_a_checkpoint_of_an_earlier_version_is_named_and_stays(
     with pytest.raises(ValueError, match="step-00000002 was written by an earlier version"):
         TrainerRank(topology, tmp_path / "run").resume()
     assert path.is_dir()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damage_to_the_last_checkpoint_of_a_finished_run_is_told(
+    saved: TrainerRank, tmp_path: Path, damage: str
+) -> None:
+    """`metadata.json` too, without which nothing lists the checkpoint as complete. The export passes it over."""
+    for name in FILES:
+        run = tmp_path / f"copy of {name}"
+        shutil.copytree(tmp_path / "run", run)
+        path = newest(run)
+        DAMAGES[damage](path / name)
+        kept = kept_of(run)
+        assert kept is not None
+        (told,) = kept.damages
+        assert (kept.step, told.startswith(f"{path} is damaged: ")) == (1, True), name
+        source = find_source(run, None)
+        assert source.description.startswith("checkpoint of step 1 (that of step 2 is damaged: "), name
+        with pytest.raises(CannotExport, match="the checkpoint of step 2 is damaged"):
+            find_source(run, 2)
+        assert path.is_dir()  # the run may be at work
+
+
+def test_the_checkpoints_that_are_left_say_of_which_step_the_result_is(saved: TrainerRank, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    second, first = newest(run), newest(run).with_name("step-00000001")
+    assert kept_of(run) == KeptCheckpoint(step=2)
+    for file in second.iterdir():
+        file.unlink()
+    empty = f"{second} is damaged: checksums.json is missing"
+    assert kept_of(run) == KeptCheckpoint(step=1, damages=(empty,))
+    (first / "common.pt").unlink()
+    both = (empty, f"{first} is damaged: common.pt is missing")
+    assert kept_of(run) == KeptCheckpoint(step=0, damages=both)
+    with pytest.raises(CannotExport, match=r"that of step 2 is damaged: .* is missing; that of step 1 is damaged"):
+        find_source(run, None)
+    shutil.rmtree(second)
+    assert kept_of(run) == KeptCheckpoint(step=0, damages=both[1:])  # it was the only one
+    shutil.rmtree(first)
+    assert kept_of(run) is None
 
 
 def test_an_export_passes_a_damaged_checkpoint_over_and_says_so(saved: TrainerRank, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 from tests.support.published import flip
 
-PPO: dict[str, Any] = {"advantage_estimator": "ppo", "value_clip": 0.1}
+PPO: dict[str, Any] = {"estimator": {"type": "ppo", "value_clip": 0.1}}
 
 
 def train(rank: TrainerRank, steps: range) -> list[dict[str, float]]:
@@ -131,7 +131,7 @@ def test_a_critic_with_a_model_of_its_own_keeps_its_weights(
 
 def test_a_checkpoint_without_critic_is_not_resumed(make_topology: MakeTopology, tmp_path: Path) -> None:
     save(TrainerRank(make_topology(), tmp_path / "run"), step=1)
-    with pytest.raises(ValueError, match=r'has no critic, which algorithm\.advantage_estimator = "ppo" continues with'):
+    with pytest.raises(ValueError, match=r'has no critic, which algorithm\.estimator\.type = "ppo" continues with'):
         TrainerRank(make_topology(algorithm=PPO), tmp_path / "run").resume()
 
 

@@ -20,7 +20,10 @@ LARGE = 1e30  # a reward, not normalised: the gradient's norm would be infinite
 
 
 def topology_of(make_topology: MakeTopology, **train: object) -> Topology:
-    algorithm = {"disable_rewards_normalization": True, "num_steps_per_rollout": 3}  # an optimizer step for each group
+    algorithm = {
+        "num_steps_per_rollout": 3,
+        "estimator": {"type": "grpo", "normalize": False},
+    }  # an optimizer step for each group
     return make_topology(algorithm=algorithm, train={"num_steps": 3} | train)
 
 
@@ -92,7 +95,7 @@ async def test_one_sample_without_a_finite_loss_is_named_and_costs_no_other(
     make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     """In every batch."""
-    algorithm = {"disable_rewards_normalization": True, "num_steps_per_rollout": 1}
+    algorithm = {"num_steps_per_rollout": 1, "estimator": {"type": "grpo", "normalize": False}}
     topology = make_topology(algorithm=algorithm, train={"num_steps": 3, "max_skipped": 0})
     async with running(topology, bus, tmp_path / "run"):
         for step in range(3):

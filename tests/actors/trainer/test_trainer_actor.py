@@ -310,7 +310,7 @@ async def test_a_damaged_checkpoint_without_an_older_one_ends_the_run_by_name(
     (Path(saved[0].path) / "common.pt").unlink()
     (error,) = await errors_of(topology, bus, tmp_path / "run")
     assert isinstance(error, InputError)
-    assert "no longer has the batch of step 0" in str(error)
+    assert "no longer has the batch of step 1" in str(error)
     assert "damaged-step-00000002 is damaged: common.pt is missing" in str(error)
 
 
@@ -367,10 +367,13 @@ async def test_old_weights_go_when_engines_confirm_newer_ones(topology: Topology
     assert sorted(path.name for path in (tmp_path / "run" / "weights").iterdir()) == ["v000004", "v000005"]
 
 
-async def test_a_trainer_that_was_replaced_ends_as_fenced(topology: Topology, bus: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("successor", [(2, ""), (1, "started at once")])
+async def test_a_trainer_that_was_replaced_ends_as_fenced(
+    topology: Topology, bus: Bus, tmp_path: Path, successor: tuple[int, str]
+) -> None:
     async def replace_it() -> None:
         await said_until(bus, WeightsAnnounced)
-        await bus.publish(TrainerStarted(incarnation=2, step=0))
+        await bus.publish(TrainerStarted(incarnation=successor[0], step=0, start=successor[1]))
 
     assert [type(leaf) for leaf in await errors_of(topology, bus, tmp_path / "run", replace_it)] == [Fenced]
 
@@ -424,7 +427,7 @@ async def test_weights_that_no_engine_takes_are_announced_but_not_written(
     make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     rollout = {"n_samples_per_prompt": 1}
-    algorithm = {"loss_type": "sft_loss"}
+    algorithm = {"loss": {"type": "sft"}}
     topology = make_topology(train={"num_steps": 2, "save_hf": True}, rollout=rollout, algorithm=algorithm)
     async with running(topology, bus, tmp_path / "run"):
         for step in range(2):
@@ -443,7 +446,7 @@ async def test_held_out_pairs_are_evaluated_after_their_steps_and_after_a_crash_
     topology = make_topology(
         train={"num_steps": 4, "save_interval": 2},
         rollout={"n_samples_per_prompt": 1},
-        algorithm={"loss_type": "rm_loss", "num_steps_per_rollout": 1},
+        algorithm={"num_steps_per_rollout": 1, "loss": {"type": "rm"}},
     )
     item = EvalConfig(name="s", path="none", interval=1)
     topology = msgspec.structs.replace(topology, eval=(item,))

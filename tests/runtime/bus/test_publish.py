@@ -1,5 +1,6 @@
 """Storing: nothing acked is lost, every wait ends, a retry is the same message."""
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,9 +10,9 @@ import pytest
 
 from messages import Plane, PromptsLoaded, ScoreRequested
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, BusUnavailable, PublishTimeout, StreamFull
+from runtime.bus.errors import AlreadyQueued, BusError, BusUnavailable, PublishTimeout, StreamFull
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.connection import AttemptTimeout, Headers, RawMessage
+from runtime.bus.nats.connection import AttemptTimeout, Connection, Headers, RawMessage
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +114,41 @@ async def test_an_answer_that_is_late_does_not_store_twice(own_nats_server: Nats
             group.start_soon(bus.publish, group_failed(1))
             await eventually(lambda: bus.stats()["bus/publish_retries"] >= 2)
             own_nats_server.resume()
+        assert (await bus.state(Plane.EVENT)).messages == 1
+
+
+async def test_time_in_which_a_publisher_stands_still_does_not_count(own_nats_server: NatsServer) -> None:
+    """It was stopped past its deadline, during an attempt whose answer never came."""
+    limits = BusLimits(attempt_timeout_s=0.2, publish_timeout_s=3.0)
+    async with Bus.connect(own_nats_server.url, "run", name="test", limits=limits) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        own_nats_server.pause()
+        async with anyio.create_task_group() as group:
+            group.start_soon(bus.publish, group_failed(1))
+            await eventually(lambda: bus.stats()["bus/publish_retries"] >= 1)  # the next attempt is under way
+            time.sleep(3.5)  # noqa: ASYNC251 - as SIGSTOP would
+            own_nats_server.resume()
+        assert (await bus.state(Plane.EVENT)).messages == 1
+
+
+async def test_a_standstill_between_two_attempts_does_not_count(
+    own_nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = Connection.pause
+
+    async def stopped(connection: Connection, deadline: float, failures: int, error: BusError) -> bool:
+        goes_on = await pause(connection, deadline, failures, error)
+        if failures == 0:
+            time.sleep(3.5)  # noqa: ASYNC251 - as SIGSTOP would
+            own_nats_server.resume()
+        return goes_on
+
+    monkeypatch.setattr(Connection, "pause", stopped)
+    limits = BusLimits(attempt_timeout_s=0.2, publish_timeout_s=3.0)
+    async with Bus.connect(own_nats_server.url, "run", name="test", limits=limits) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        own_nats_server.pause()
+        await bus.publish(group_failed(1))
         assert (await bus.state(Plane.EVENT)).messages == 1
 
 

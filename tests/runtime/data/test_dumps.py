@@ -1,5 +1,6 @@
 """Dumps as files: what is written is read again, with numpy alone too, and what is broken is named."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from runtime.data.dump_files import (
     write_pair,
 )
 from runtime.data.dumps import DumpedGroup, Fate, group_of
+from runtime.util.rewards import MAX_REWARD
 
 TOLD_BY = (17, 1_700_000_000_000_000)
 TEXT = st.text(max_size=6)
@@ -111,7 +113,7 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
                 columns={name: 200 + index} if values else {},
                 status=draw(st.sampled_from(SampleStatus)),
                 segments=tuple(refs),
-                reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+                reward=draw(st.none() | st.floats(-MAX_REWARD, MAX_REWARD)),
                 score=draw(st.none() | st.dictionaries(TEXT, JSON, max_size=2)),
                 metadata=draw(st.dictionaries(TEXT, JSON, max_size=2)),
             )
@@ -250,6 +252,26 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(DumpError, match=r"rollout_0\.jsonl: is empty"):
         read_pair(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "problem"),
+    [
+        (
+            '"reward":1e308',
+            "rollout_0.jsonl:1: sample 0 of group 0 has reward = 1e+308, beyond the 1e+15",
+        ),
+        ('"reward":-1e16', "sample 0 of group 0 has reward = -1e+16, beyond"),
+        ('"rewards":{"format":1e20}', "has rewards.format = 1e+20, beyond"),
+        ('"baseline_reward":1e20', "has baseline_reward = 1e+20, beyond"),
+    ],
+)
+def test_a_number_that_can_be_no_reward_is_named_by_line_and_sample(tmp_path: Path, field: str, problem: str) -> None:
+    begin = '"group_id":0,"attempt":0,"index":0,"round":0,"data":"d","prompt":"","response":"","status":"completed"'
+    line = f"{{{begin},{field}}}"
+    (tmp_path / "rollout_0.jsonl").write_text(f"{line}\n")
+    with pytest.raises(DumpError, match=re.escape(problem)):
+        read_lines(tmp_path, 0)
 
 
 def test_missing_and_broken_columns_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from actors.buffer.deciding.decide import EvalPlan
 from messages import (
     BatchReady,
+    BufferStarted,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
@@ -24,6 +25,8 @@ from messages import (
     PayloadsMissing,
     RolloutRequested,
     RoundHalted,
+    RunFailed,
+    RunFinished,
     SampleStatus,
     SampleSummary,
     SegmentRef,
@@ -33,7 +36,7 @@ from messages import (
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.groups import spills_of
-from tests.build.events import aborted, announced, completed, saved, trained, verdict
+from tests.build.events import aborted, announced, completed, saved, snapshot, trained, verdict
 from tests.build.samples import summary
 from tests.support.ledger_log import Log, kinds, stored_log
 
@@ -98,6 +101,21 @@ def test_a_trainer_that_starts_ahead_of_the_log_settles_its_batches() -> None:
     log.add(TrainerStarted(incarnation=2, step=1))
     assert log.state.books().trained == 2
     assert log.state.trained_steps == 1
+
+
+def test_a_checkpoint_that_a_start_passes_over_is_saved_again_before_the_run_ends() -> None:
+    """It was damaged after its checkpoint_saved: the trainer loads the one before it."""
+    log = batched_log()
+    log.train(0)
+    log.add(saved(1, oldest=0))
+    log.add(snapshot(log.state))
+    assert (log.state.checkpoint_step, log.state.snapshot_step) == (1, 1)
+    log.add(TrainerStarted(incarnation=2, step=0))
+    assert (log.state.checkpoint_step, log.state.snapshot_step, log.state.trained_steps) == (0, 0, 1)
+    log.add(trained(0, incarnation=2))
+    log.add(saved(1, oldest=0, incarnation=2))
+    assert (log.state.checkpoint_step, log.state.books().trained) == (1, 2)
+    assert SnapshotTaken in kinds(log.decide())
 
 
 def test_weights_of_a_trainer_that_was_replaced_are_not_taken_up() -> None:
@@ -369,6 +387,80 @@ def test_a_zombie_that_trained_a_batch_before_it_was_taken_back_settles_nothing(
     assert sorted(ref.group_id for ref in log.state.batches[0].groups) == [0, 1]
     log.train(0)
     assert (log.state.books().trained, log.state.taken_back, log.state.trained_steps) == (2, (), 1)
+
+
+def started(number: int, *, start: str, step: int = 0) -> TrainerStarted:
+    return TrainerStarted(incarnation=number, step=step, start=start)
+
+
+STARTS = [((1, "first"), (2, "second")), ((1, "first"), (1, "second")), ((2, "first"), (3, ""))]
+
+
+@pytest.mark.parametrize(("first", "second"), STARTS)
+def test_no_fact_of_a_replaced_trainer_counts(first: tuple[int, str], second: tuple[int, str]) -> None:
+    """It froze before it said them. Two that started at once may have the same incarnation."""
+    log = batched_log()
+    log.add(started(first[0], start=first[1]))
+    log.add(started(second[0], start=second[1]))
+    before, who = _without_position(log.state), {"incarnation": first[0], "start": first[1]}
+    lost = msgspec.structs.replace(missing(log, 0, 0), **who)
+    late = [lost, trained(0, **who), announced(7, 1, **who), saved(1, oldest=1, **who)]
+    for fact in [*late, started(first[0], start=first[1], step=1), *late]:
+        log.add(fact)
+        assert _without_position(log.state) == before
+    owner = {"incarnation": second[0], "start": second[1]}
+    log.add(trained(0, **owner))
+    log.add(announced(7, 1, **owner))
+    assert (log.state.books().trained, log.state.version) == (2, 7)
+
+
+def test_a_group_with_a_lost_payload_is_not_trained_by_the_word_of_a_replaced_trainer() -> None:
+    """Its successor finds the payload lost, and trains the batch that is made instead."""
+    log = batched_log()
+    log.add(started(1, start="a"))
+    log.add(started(2, start="b"))
+    log.add(trained(0, start="a"))
+    log.add(msgspec.structs.replace(missing(log, 0, 0), incarnation=2, start="b"))
+    assert (log.state.books().trained, log.state.taken_back) == (0, (0,))
+
+
+def test_facts_without_a_start_fold_as_in_the_version_that_wrote_them() -> None:
+    """Its decisions followed from that: a step that any trainer reported was trained."""
+    log = batched_log()
+    log.add(started(1, start="a"))
+    log.add(started(2, start="b"))
+    log.add(trained(0))
+    log.add(announced(7, 1))
+    assert (log.state.books().trained, log.state.version) == (2, 1)
+
+
+def test_a_batch_that_was_taken_back_is_not_made_again_by_its_own_event() -> None:
+    log = batched_log()
+    made = next(event for event in log.events if isinstance(event, BatchReady))
+    log.add(missing(log, 0, 0))
+    before = _without_position(log.state)
+    log.add(made)
+    assert _without_position(log.state) == before
+
+
+def test_decisions_of_a_replaced_buffer_that_are_stored_again_change_nothing() -> None:
+    log = batched_log()
+    old = [event for event in log.events if event.topic.startswith("ledger.")]
+    log.add(BufferStarted(incarnation=2, verdicts=False))
+    before = _without_position(log.state)
+    over = [RunFinished(incarnation=1, steps=1, reason="all"), RunFailed(incarnation=1, steps=1, reason="none left")]
+    for event in [*old, BufferStarted(incarnation=1), BufferStarted(incarnation=2), *over]:
+        log.add(event)
+        assert _without_position(log.state) == before, event
+
+
+def test_a_snapshot_from_before_a_checkpoint_does_not_stand_for_one_after_it() -> None:
+    log = batched_log()
+    early = snapshot(log.state)
+    log.train(0)
+    log.add(saved(1))
+    log.add(early)
+    assert kinds(log.decide())[0] is SnapshotTaken
 
 
 def test_a_checkpoint_of_a_zombie_does_not_end_the_step_that_its_successor_needs_again() -> None:

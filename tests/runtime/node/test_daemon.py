@@ -21,6 +21,7 @@ from runtime.bus.nats.server import ServerSettings
 from runtime.node.claims.home import HomeLease
 from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import RunEnd, announcement, exit_code_of
+from runtime.node.reopen import find_run
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
 from tests.fixtures.nats import eventually
@@ -63,6 +64,19 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
     started = [event.actor for event in events if isinstance(event, ActorStarted)]
     assert sorted(started) == ["nats-server", "player"]
     assert "player" in [event.actor for event in events if isinstance(event, ActorExited)]
+
+
+async def test_the_directory_of_a_run_that_ended_is_its_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = await Running(plan(tmp_path / "r", player("3"))).run()
+    assert outcome.finished
+    assert not find_run(str(tmp_path / "r")).foreign
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # nothing can be noted there
+    outcome = await Running(plan(tmp_path / "s", player("3"))).run()
+    assert outcome.finished
+    assert find_run(str(tmp_path / "s")).foreign
 
 
 async def test_the_last_exits_are_told_on_a_slow_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_a_model_is_downloaded_before_the_run_and_a_start_needs_no_network_then(
     words = [str(LAPTOP), "--download", "--set", f"model.hf_checkpoint={NAME}"]
     with served(Mirror, monkeypatch) as url:  # a process of its own: the hub's tools read the variable when imported
         environment = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), *words]
+        command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "start-topology", *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stdout

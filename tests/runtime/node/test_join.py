@@ -1,6 +1,7 @@
 """The join file: written, read, waited for, and ignored if it is of another run."""
 
 import stat
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from tests.support.running_server import RunningServer, running_server
 pytestmark = pytest.mark.anyio
 
 SMALL = StreamLimits(event_bytes=MIB, work_bytes=MIB, data_bytes=MIB, dead_bytes=MIB, kv_bytes=MIB)
+
+
+def _pem() -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        return own_certificate(Path(directory)).pem()
+
+
 JOIN = Join(
     run="r",
     run_id="an-id",
@@ -28,7 +36,7 @@ JOIN = Join(
     url="tls://[fd77::10]:4222",
     user="physarum",
     password='a"b\\c',
-    certificate="-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n",
+    certificate=_pem(),
 )
 
 

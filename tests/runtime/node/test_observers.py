@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from messages import ActorExited, ActorStarted
+from runtime.node.page_url import renew
 from runtime.settings.processes import ProcessSpec, Tier
 from runtime.settings.tables.observe import PAGE, PAGE_FILE
 from runtime.util.files import write_atomically
@@ -31,6 +32,7 @@ signal.signal(signal.SIGTERM, count)
 while True:
     signal.pause()
 """
+OF_A_KILLED_START = "5ec4e7" * 8
 HANGS = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -101,7 +103,11 @@ async def test_a_second_signal_ends_the_wait_for_them(tmp_path: Path) -> None:
     assert not [line for line in running.lines if "was killed after" in line]
 
 
-async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_not_notice(tmp_path: Path) -> None:
+def no_progress(_: str) -> None:
+    """As on a terminal."""
+
+
+async def test_a_page_that_is_killed_comes_back_with_its_secret_and_the_run_does_not_notice(tmp_path: Path) -> None:
     ended, run_dir = tmp_path / "ended", tmp_path / "r"
     page = msgspec.structs.replace(
         observer(PAGE, ""),
@@ -110,20 +116,34 @@ async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_
         max_restarts=3,
     )
     run_dir.mkdir()
-    write_atomically(run_dir / PAGE_FILE, b"http://127.0.0.1:1/?token=left-by-a-start-that-was-killed\n")
-    jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of an address without a name
-    running = Running(plan(run_dir, player("3", "--wait", str(ended)), page))
-    async with anyio.create_task_group() as tasks, aiohttp.ClientSession(cookie_jar=jar) as client:
+    write_atomically(run_dir / PAGE_FILE, f"http://127.0.0.1:1/#token={OF_A_KILLED_START}\n".encode())
+
+    async def status_of(url: str) -> int:
+        place, _, secret = url.partition("#token=")
+        async with client.get(f"{place}timeline", headers={"Authorization": f"Bearer {secret}"}) as answer:
+            return answer.status
+
+    running = Running(plan(run_dir, player("3", "--wait", str(ended)), page), rewrite=no_progress)
+    async with anyio.create_task_group() as tasks, aiohttp.ClientSession() as client:
         tasks.start_soon(running.run)
         first = (await running.shown("page  ")).split()[1]
-        assert (await client.get(first)).status == 200
+        assert OF_A_KILLED_START not in first
+        assert await status_of(first) == 200
         (pid,) = [each.pid for each in psutil.Process().children() if "actors.observer" in each.cmdline()]
         os.kill(pid, signal.SIGKILL)
         await running.shown("page ended and is started again")
-        await eventually(lambda: len([line for line in running.lines if line.startswith("page  ")]) == 2)
-        second = next(line for line in reversed(running.lines) if line.startswith("page  ")).split()[1]
-        assert (await client.get(second)).status == 200
-        assert second.partition("?")[2] == first.partition("?")[2] != ""
+
+        async def is_back() -> bool:
+            try:
+                return await status_of(first) == 200
+            except aiohttp.ClientError:
+                return False
+
+        await eventually(is_back, timeout_s=40)
+        renewed = renew(run_dir / PAGE_FILE)
+        assert renewed.partition("#")[0] == first.partition("#")[0]
+        assert [await status_of(url) for url in (first, renewed)] == [401, 200]
+        await running.shown(f"page      {renewed}")
         ended.touch()
     assert running.outcome is not None
     assert running.outcome.finished

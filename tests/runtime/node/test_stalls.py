@@ -69,7 +69,7 @@ async def test_everybody_on_the_roster_is_asked_and_the_silent_are_named(bus: Bu
         "rollout": "no answer in 0.3 s",
         "trainer": "not there",
     }
-    assert AFTER_S <= told.idle_s <= anyio.current_time() - began
+    assert AFTER_S <= told.idle_s <= anyio.current_time() - began + 0.05  # it is rounded to tenths of a second
 
 
 async def test_a_stall_is_told_again_when_it_has_lasted_twice_as_long(bus: Bus) -> None:

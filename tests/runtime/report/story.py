@@ -82,4 +82,4 @@ class Story:
 def one_step(story: Story, step: int, *rewards: float) -> None:
     story.issue(step, round=step)
     story.judge(step, story.complete(step, *rewards, after_s=1.0))
-    story.train(step, step, train__loss=0.5)
+    story.train(step, step, train__loss=0.5, perf__train_wait_time=1.0, perf__train_time=1.0)

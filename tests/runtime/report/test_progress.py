@@ -45,7 +45,14 @@ def issued(told: Told, seconds: float, round: int, *groups: int) -> None:
 
 def kept(told: Told, seconds: float, round: int, group: int) -> GroupRef:
     completed = GroupCompleted(
-        group_id=group, attempt=0, lease="x", round=round, instance="i", data="d", samples=(SAMPLE,)
+        group_id=group,
+        attempt=0,
+        lease="x",
+        round=round,
+        instance="i",
+        data="d",
+        samples=(SAMPLE,),
+        rollout_time_s=10.0,
     )
     seq = told.at(seconds, completed)
     told.at(seconds, VerdictGiven(group_id=group, attempt=0, event_seq=seq, outcome=Outcome.KEEP))
@@ -57,19 +64,20 @@ def test_before_anything_is_issued_it_starts() -> None:
 
 
 def test_a_step_says_how_many_groups_are_done_how_fast_and_what_takes_longest() -> None:
+    """Each group is generated for 10 s."""
     told = Told()
     issued(told, 10, 0, 0, 1, 2, 3)
-    assert told.line(12) == "step 1/10: 0 of 4 groups, slowest rollout 2.0s, 2.0s so far"
+    assert told.line(12) == "step 1/10: 0 of 4 groups, longest rollout 2.0s, 2.0s so far"
     refs = [kept(told, 20, 0, group) for group in range(3)]
-    assert told.line(30) == "step 1/10: 3 of 4 groups, 45 tok/s, slowest rollout 20s, 20s so far"
+    assert told.line(30) == "step 1/10: 3 of 4 groups, 45 tok/s, longest rollout 20s, 20s so far"
     refs.append(kept(told, 40, 0, 3))
     told.at(40, BatchReady(incarnation=1, step=0, groups=tuple(refs)))
-    assert told.line(50) == "step 1/10: 4 of 4 groups, 30 tok/s, slowest rollout 30s, 40s so far"
-    assert told.line(100) == "step 1/10: 4 of 4 groups, 13 tok/s, slowest train 1m00s, 1m30s so far"
+    assert told.line(50) == "step 1/10: 4 of 4 groups, 30 tok/s, longest queue 20s, 40s so far"
+    assert told.line(100) == "step 1/10: 4 of 4 groups, 13 tok/s, longest train 1m00s, 1m30s so far"
     trained = BatchTrained(step=0, incarnation=1, num_groups=4, num_samples=4, num_tokens=1216, metrics={})
     told.at(100, trained)
     issued(told, 101, 1, 4, 5, 6, 7)
-    assert told.line(111) == "step 2/10: 0 of 4 groups, slowest rollout 10s, 11s so far"
+    assert told.line(111) == "step 2/10: 0 of 4 groups, longest rollout 10s, 11s so far"
 
 
 def test_an_evaluation_says_how_many_items_are_done() -> None:
@@ -78,7 +86,7 @@ def test_an_evaluation_says_how_many_items_are_done() -> None:
     told.at(5, issue)
     item = EvalCompleted(step=0, set="held_out", item=3, version=1, instance="i", samples=(SAMPLE,))
     told.at(15, item)
-    assert told.line(65) == "evaluation after step 0: 1 of 20 items, 5 tok/s, slowest evaluation 1m00s, 1m00s so far"
+    assert told.line(65) == "evaluation after step 0: 1 of 20 items, 5 tok/s, longest evaluation 1m00s, 1m00s so far"
 
 
 def test_after_the_last_step_no_further_one_is_spoken_of() -> None:

@@ -14,6 +14,7 @@ from messages import (
     EvalCompleted,
     EvalEnded,
     EvalIssued,
+    EventLoopBlocked,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -118,16 +119,18 @@ def test_a_replayed_step_counts_once() -> None:
 
 def test_the_time_between_a_crash_and_the_next_start_is_no_step_time() -> None:
     story = Story()
+    buffer = ActorStarted(actor="buffer", node="n", pid=1)
+    story.tell(buffer)
     one_step(story, 0, 1.0)
     story.issue(1, round=1)
-    story.now += 3600
+    story.tell(buffer, after_s=3600.0)
     story.tell(TrainerStarted(incarnation=2, step=1))
     story.judge(1, story.complete(1, 1.0, after_s=1.0))
     story.train(1, 1)
-    assert "tok/s" not in story.lines()[-1]
     one_step(story, 2, 1.0)
     story.notices += story.report.close()
-    assert [row.get("perf/step_time") for row in story.rows()] == [2.0, None, 2.0]
+    assert [row["perf/step_time"] for row in story.rows()] == [2.0, 2.0, 2.0]
+    assert story.report.account.stopped_s == 3600.0
 
 
 def test_a_step_that_only_the_checkpoint_knows_is_trained() -> None:
@@ -204,14 +207,38 @@ def test_the_data_is_told_with_its_size_or_as_without_end() -> None:
     ]
 
 
-def test_the_result_has_five_step_means() -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "first", "last", "ends"),
+    [
+        (1, 0.0, 0.0, "the only step"),
+        (2, 0.0, 0.1, "first and last step"),
+        (3, 0.0, 0.2, "first and last step"),
+        (4, 0.05, 0.25, "means of the first and the last 2 steps"),
+        (8, 0.15, 0.55, "means of the first and the last 4 steps"),  # of 0.0 to 0.3, and of 0.4 to 0.7
+        (10, 0.2, 0.7, "means of the first and the last 5 steps"),
+        (12, 0.2, 0.9, "means of the first and the last 5 steps"),
+    ],
+)
+def test_the_result_has_means_of_the_ends_without_a_step_in_both(
+    num_steps: int, first: float, last: float, ends: str
+) -> None:
+    story = Story(num_steps=num_steps)
+    for step in range(num_steps):
+        one_step(story, step, step / 10, step / 10)
+    story.tell(RunFinished(incarnation=1, steps=num_steps, reason="all steps trained"))
+    result = story.report.result(STARTED + 60)
+    assert (result.reward_first, result.reward_last) == (pytest.approx(first), pytest.approx(last))
+    (line,) = [line for line in story.report.summary(STARTED + 60) if line.startswith("reward ")]
+    assert line.endswith(f"  ({ends})")
+    assert line.startswith(f"reward    {first:.3f}" + (f" → {last:.3f}  " if num_steps > 1 else "  "))
+
+
+def test_the_result_has_counts() -> None:
     story = Story(num_steps=8)
     for step in range(8):
         one_step(story, step, step / 10, step / 10)
     story.tell(RunFinished(incarnation=1, steps=8, reason="all steps trained"))
     result = story.report.result(STARTED + 60)
-    assert result.reward_first == pytest.approx(0.2)  # mean of 0.0 to 0.4
-    assert result.reward_last == pytest.approx(0.5)  # mean of 0.3 to 0.7
     assert result.steps == 8
     assert result.seconds == 60
     assert result.tokens == 8 * 68
@@ -230,8 +257,8 @@ def test_a_run_on_demonstrations_is_told_by_its_loss() -> None:
     assert "weights" not in story.lines()[-1]
     assert (row["train/sft_loss"], [key for key in row if "reward" in key or "zero_std" in key]) == (1.5, [])
     result = story.report.result(STARTED + 60)
-    assert (result.loss_first, result.loss_last, result.reward_first, result.reward_last) == (2.0, 2.0, None, None)
-    assert story.report.summary(STARTED + 60)[1] == "loss      2.000 → 2.000  █▁"
+    assert (result.loss_first, result.loss_last, result.reward_first, result.reward_last) == (2.5, 1.5, None, None)
+    assert story.report.summary(STARTED + 60)[1] == "loss      2.500 → 1.500  █▁  (first and last step)"
 
 
 def test_an_evaluation_of_held_out_pairs_is_in_the_row_of_its_step() -> None:
@@ -251,7 +278,7 @@ def test_an_evaluation_of_held_out_pairs_is_in_the_row_of_its_step() -> None:
     ]
     assert "evaluation after step 2: s 1.000" in story.lines()
     assert story.report.result(STARTED + 60).eval_last == 1.0
-    assert "eval      0.500 → 1.000  s" in story.report.summary(STARTED + 60)
+    assert "eval      0.500 → 1.000  s (first and newest evaluation)" in story.report.summary(STARTED + 60)
 
 
 def test_metrics_that_a_function_failed_to_compute_are_a_line() -> None:
@@ -297,8 +324,8 @@ def test_the_summary_says_where_the_time_went() -> None:
     assert lines[1].startswith("reward    0.750 → 0.750  ▇▇")
     books = "2 issued = 2 trained + 0 skipped + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight"
     assert lines[2] == f"groups    {books}"
-    parts = "rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
-    assert lines[3] == f"time      2.000 s a step: {parts}; parts overlap"
+    parts = "train 2.000 s (47.1%), rollout 1.000 s (23.5%), scores 0.500 s (11.8%), queue 0.500 s (11.8%)"
+    assert lines[3] == f"time      4.2s in 2 steps, 2.125 s a step: {parts}, weights 0.250 s (5.9%)"
 
 
 def test_the_summary_of_a_resumed_run_says_how_many_steps_this_start_made() -> None:
@@ -356,6 +383,18 @@ def test_a_stall_and_a_full_stream_are_told_in_a_line_each() -> None:
     assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
         "nothing happened for 5m00s: buffer: batch 2 to be trained; trainer: no answer in 5 s",
         "the data stream is 72% full: a checkpoint is requested",
+    ]
+
+
+def test_a_call_that_blocks_an_event_loop_is_told_while_it_does() -> None:
+    story = Story()
+    place = {"actor": "rollout", "node": "n", "pid": 1, "place": "mylib.py:12 in with_tool"}
+    story.tell(EventLoopBlocked(**place, blocked_s=5.4, ended=False, function="rollout.custom_generate"))
+    story.tell(EventLoopBlocked(**place, blocked_s=9.4, ended=True, function="rollout.custom_generate"))
+    story.tell(EventLoopBlocked(**place, blocked_s=5.0, ended=False, is_ours=True))
+    assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
+        "rollout.custom_generate has blocked the event loop for 5 s: mylib.py:12 in with_tool",
+        "rollout: code of Physarum has blocked the event loop for 5 s: mylib.py:12 in with_tool",
     ]
 
 
@@ -430,6 +469,25 @@ def test_after_64_equal_scores_a_sample_is_shown_with_likely_causes() -> None:
     assert any("rollout.skip_special_tokens = true" in line for line in shown.causes)
     story.complete(17, *[0.0] * 200)
     assert len(typical(story)) == 1
+
+
+def test_a_model_with_random_weights_has_ten_steps_to_get_another_score() -> None:
+    story = Story(num_steps=20)
+    story.report = Report("r", 20, STARTED, random_init=True)
+    for step in range(10):
+        one_step(story, step, *[0.0] * 64)
+        assert not typical(story)
+    story.complete(10, 0.0)  # a grader that gives 0 to all is found then
+    (shown,) = typical(story)
+    assert shown.why == ("all of the first 641 graded samples have the same score, 0",)
+
+
+def test_a_model_with_random_weights_that_gets_another_score_is_not_warned_of() -> None:
+    story = Story(num_steps=20)
+    story.report = Report("r", 20, STARTED, random_init=True)
+    for step in range(12):
+        one_step(story, step, *[0.0] * 63, float(step == 8))
+    assert not typical(story)
 
 
 def test_of_scores_that_differ_once_nothing_is_said_however_equal_they_become() -> None:

@@ -13,6 +13,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalSetSize,
+    EventLoopBlocked,
     GroupCompleted,
     SampleStatus,
     SampleSummary,
@@ -32,7 +33,7 @@ def test_a_row_holds_rollout_train_and_time_metrics() -> None:
     story = Story()
     story.issue(0)
     story.judge(0, story.complete(0, 1.0, 1.0, after_s=2.0, truncated=1))
-    story.train(0, 0, after_s=1.0, train__loss=0.5, perf__train_time=0.75)
+    story.train(0, 0, after_s=1.0, train__loss=0.5, perf__train_time=0.75, perf__train_wait_time=2.25)
     story.notices += story.report.close()
     (row,) = story.rows()
     expected = {
@@ -45,9 +46,11 @@ def test_a_row_holds_rollout_train_and_time_metrics() -> None:
         "rollout/zero_std/count_1": 1,
         "train/loss": 0.5,
         "perf/step_time": 3.0,
-        "perf/rollout_time": 2.0,
+        "perf/rollout_time": 0.5,
+        "perf/time/rollout": 0.5,
+        "perf/time/queue": 1.25,
+        "perf/time/scores": 0.25,
         "perf/train_time": 0.75,
-        "perf/train_wait_time": 2.25,
         "perf/wait_time_ratio": 0.75,
         "perf/group_rollout_time": 0.5,
         "perf/group_reward_time": 0.25,
@@ -88,6 +91,18 @@ def test_a_row_says_how_long_the_newest_update_took_and_its_engines_stood_still(
     (row,) = story.rows()
     assert (row["perf/update_weights_applied_time"], row["perf/update_weights_pause_time"]) == (4.0, 2.0)
     assert not [name for name in row if "session" in name or "wire" in name]
+
+
+def test_a_row_says_how_long_event_loops_were_blocked_since_the_step_before() -> None:
+    story = Story()
+    for seconds, ended in ((5.0, False), (9.0, True), (1.5, True)):
+        story.tell(EventLoopBlocked(actor="rollout", node="n", pid=1, blocked_s=seconds, ended=ended))
+    one_step(story, 0, 1.0)
+    one_step(story, 1, 1.0)
+    story.notices += story.report.close()
+    first, second = story.rows()
+    assert first["perf/event_loop_blocked_time"] == 10.5
+    assert "perf/event_loop_blocked_time" not in second
 
 
 def test_a_row_says_what_the_weight_sessions_since_the_step_before_took_and_sent() -> None:

@@ -1,159 +1,169 @@
 """What combines in [algorithm]: each refused combination, with its key and message."""
 
+from typing import get_args
+
 import msgspec
 import pytest
 
 from runtime.settings.load import load_topology
-from runtime.settings.rules.algorithm import APPLIES
-from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.objective import formula_of
+from runtime.settings.reading.schema import type_at
+from runtime.settings.rules.algorithm import OF_ESTIMATOR, OF_LOSS, allows
+from runtime.settings.tables.algorithm import AlgorithmConfig, Reduction, Tis
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss
 from tests.runtime.settings.shipped import LAPTOP, problems
+
+CUSTOM = 'algorithm.loss={type="custom", function="a.py:f"}'
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
         (
-            ("algorithm.advantage_estimator=rloo", "algorithm.disable_grpo_std_normalization=true"),
-            "algorithm.disable_grpo_std_normalization",
-            'has no effect with algorithm.advantage_estimator = "rloo"; it applies to grpo',
+            ("algorithm.estimator.type=rloo", "algorithm.estimator.normalize_std=false"),
+            "algorithm.estimator.normalize_std",
+            'is a key of type = "grpo" or "grpo_passk" or "gdpo", not of "rloo"; allowed: type, group_of_one',
         ),
         (
-            ("algorithm.advantage_estimator=reinforce", "algorithm.group_of_one=reward"),
-            "algorithm.group_of_one",
-            'has no effect with algorithm.advantage_estimator = "reinforce"',
+            ("algorithm.estimator.type=reinforce", "algorithm.estimator.group_of_one=reward"),
+            "algorithm.estimator.group_of_one",
+            'not of "reinforce"; allowed: type, normalize',
         ),
         (
-            ("algorithm.loss_mode=gpg", "algorithm.eps_clip=0.3"),
-            "algorithm.eps_clip",
-            'has no effect with algorithm.loss_mode = "gpg"; it applies to ppo, gspo',
+            ("algorithm.loss.type=gpg", "algorithm.loss.eps_clip=0.3"),
+            "algorithm.loss.eps_clip",
+            'is a key of type = "ppo" or "gspo" or "cispo"',
         ),
         (
-            ("algorithm.loss_mode=decoupled_ppo", "algorithm.use_rollout_logprobs=true"),
+            ("algorithm.loss.type=decoupled_ppo", "algorithm.use_rollout_logprobs=true"),
             "algorithm.use_rollout_logprobs",
-            'has no effect with algorithm.loss_mode = "decoupled_ppo"',
+            'has no effect with algorithm.loss.type = "decoupled_ppo"',
         ),
         (
-            ("algorithm.advantage_estimator=gspo", "algorithm.loss_mode=ppo"),
-            "algorithm.loss_mode",
-            'contradicts algorithm.advantage_estimator = "gspo"',
+            ("algorithm.estimator.type=gspo",),
+            "algorithm.estimator.type",
+            'a loss, not an estimator: write "grpo" and algorithm.loss.type = "gspo"',
+        ),
+        (("algorithm.loss.type=gsp",), "algorithm.loss.type", "unknown type; allowed: 'ppo', 'gspo', 'cispo'"),
+        (("algorithm.loss.typo=1",), "algorithm.loss.typo=1", "unknown key, did you mean type?"),
+        (
+            ("algorithm.loss=gspo",),
+            "algorithm.loss",
+            "expected a table with a type; allowed: 'ppo', 'gspo'",
         ),
         (
-            ("algorithm.tis_mode=mask",),
-            "algorithm.tis_mode",
-            "has no effect unless algorithm.use_tis = true",
+            ("algorithm.tis.upper_bound=3",),
+            "algorithm.tis.type",
+            "missing; allowed: 'clip', 'truncate', 'mask', 'custom'",
         ),
+        (("algorithm.loss.type=custom",), "algorithm.loss.function", "missing; expected a string"),
         (
-            ("algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"),
-            "algorithm.use_tis",
+            ("algorithm.tis.type=clip", "algorithm.use_rollout_logprobs=true"),
+            "algorithm.tis.type",
             "which algorithm.use_rollout_logprobs makes the same",
         ),
         (
-            ("algorithm.loss_mode=prime_rl", "algorithm.use_tis=true", "algorithm.use_rollout_logprobs=false"),
-            "algorithm.use_tis",
-            'has no effect with algorithm.loss_mode = "prime_rl"',
+            ("algorithm.loss.type=prime_rl", "algorithm.tis.type=clip", "algorithm.use_rollout_logprobs=false"),
+            "algorithm.tis.type",
+            'has no effect with algorithm.loss.type = "prime_rl"',
         ),
         (
-            ("algorithm.use_tis=true", "algorithm.tis_clip_low=3"),
-            "algorithm.tis_clip_low",
-            "must be below algorithm.tis_clip = 2",
+            ("algorithm.tis.type=clip", "algorithm.tis.lower_bound=3"),
+            "algorithm.tis.lower_bound",
+            "must be below algorithm.tis.upper_bound = 2",
         ),
         (
-            ("algorithm.use_rs=true", "algorithm.rs_metric=binary_kl", "algorithm.rs_lower_bound=0.1"),
-            "algorithm.rs_lower_bound",
-            'unless algorithm.use_rs = true and algorithm.rs_metric = "ratio"',
+            ("algorithm.rs.type=binary_kl", "algorithm.rs.lower_bound=0.1"),
+            "algorithm.rs.lower_bound",
+            'is a key of type = "ratio", not of "binary_kl"; allowed: type, level, veto_threshold, upper_bound',
         ),
-        (("algorithm.bypass_mode=true",), "algorithm.bypass_mode", "unless algorithm.use_tis or algorithm.use_rs"),
+        (("algorithm.bypass_mode=true",), "algorithm.bypass_mode", "without algorithm.tis or algorithm.rs"),
         (
-            ("algorithm.bypass_mode=true", "algorithm.use_tis=true"),
+            ("algorithm.bypass_mode=true", "algorithm.tis.type=clip"),
             "algorithm.bypass_mode",
             "would count the ratio twice",
         ),
         (
-            ("algorithm.bypass_mode=true", "algorithm.use_rs=true", "algorithm.use_rollout_logprobs=false"),
+            ("algorithm.bypass_mode=true", "algorithm.rs.type=ratio", "algorithm.use_rollout_logprobs=false"),
             "algorithm.bypass_mode",
-            'needs algorithm.use_rollout_logprobs = true with algorithm.loss_mode = "ppo"',
+            'needs algorithm.use_rollout_logprobs = true with algorithm.loss.type = "ppo"',
         ),
         (
             (
-                "algorithm.loss_mode=gpg",
+                "algorithm.loss.type=gpg",
                 "algorithm.use_rollout_logprobs=false",
                 "algorithm.bypass_mode=true",
-                "algorithm.use_tis=true",
-                "algorithm.tis_batch_normalize=true",
+                "algorithm.tis.type=clip",
+                "algorithm.tis.batch_normalize=true",
             ),
             "algorithm.bypass_mode",
-            "cannot be combined with algorithm.tis_batch_normalize",
+            "cannot be combined with algorithm.tis.batch_normalize",
         ),
         (
-            ("algorithm.use_unbiased_kl=true",),
-            "algorithm.use_unbiased_kl",
-            "has no effect unless algorithm.kl_loss_coef is above 0",
+            ("algorithm.kl.unbiased=true",),
+            "algorithm.kl.unbiased",
+            "has no effect unless algorithm.kl.loss_coef is above 0",
         ),
         (
-            ("algorithm.use_unbiased_kl=true", "algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_type='k3+'"),
-            "algorithm.use_unbiased_kl",
-            'cannot be combined with algorithm.kl_loss_type = "k3+"',
+            ("algorithm.kl.unbiased=true", "algorithm.kl.loss_coef=0.1", "algorithm.kl.type='k3+'"),
+            "algorithm.kl.unbiased",
+            'is a key of type = "k1" or "k2" or "k3" or "low_var_kl", not of "k3+"',
         ),
         (
-            ("algorithm.kl_coef=0.1", "algorithm.kl_loss_coef=0.1"),
-            "algorithm.kl_coef",
-            "would count the divergence twice, in the reward and with algorithm.kl_loss_coef in the loss",
+            ("algorithm.kl.reward_coef=0.1", "algorithm.kl.loss_coef=0.1"),
+            "algorithm.kl.reward_coef",
+            "would count the divergence twice, in the reward and with algorithm.kl.loss_coef in the loss",
         ),
         (
-            ("algorithm.kl_before_normalization=true",),
-            "algorithm.kl_before_normalization",
-            "has no effect unless algorithm.kl_coef is above 0",
+            ("algorithm.kl.before_normalization=true",),
+            "algorithm.kl.before_normalization",
+            "has no effect unless algorithm.kl.reward_coef is above 0",
         ),
         (
             (
-                "algorithm.kl_before_normalization=true",
-                "algorithm.kl_coef=0.1",
-                "algorithm.advantage_estimator=reinforce_plus_plus",
+                "algorithm.kl.before_normalization=true",
+                "algorithm.kl.reward_coef=0.1",
+                "algorithm.estimator.type=reinforce_plus_plus",
                 "algorithm.normalize_advantages=true",
             ),
-            "algorithm.kl_before_normalization",
-            'has no effect with algorithm.advantage_estimator = "reinforce_plus_plus"',
+            "algorithm.kl.before_normalization",
+            'has no effect with algorithm.estimator.type = "reinforce_plus_plus"',
         ),
         (
-            ("algorithm.kl_metric_interval=5", "algorithm.kl_coef=0.1"),
-            "algorithm.kl_metric_interval",
-            "has no effect with algorithm.kl_coef, which measures the divergence at each train step",
-        ),
-        (("algorithm.gamma=0.9",), "algorithm.gamma", "it applies to reinforce_plus_plus, ppo"),
-        (
-            ("algorithm.advantage_estimator=reinforce_plus_plus",),
-            "algorithm.advantage_estimator",
-            "REINFORCE++ whitens its advantages",
+            ("algorithm.kl.metric_interval=5", "algorithm.kl.reward_coef=0.1"),
+            "algorithm.kl.metric_interval",
+            "has no effect with algorithm.kl.reward_coef, which measures the divergence at each train step",
         ),
         (
-            ("algorithm.loss_scale_factor=128",),
-            "algorithm.loss_scale_factor",
-            'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',
+            ("algorithm.estimator.gamma=0.9",),
+            "algorithm.estimator.gamma",
+            'is a key of type = "reinforce_plus_plus" or "ppo"',
         ),
         (
-            ("algorithm.calculate_per_token_loss=true", "algorithm.count_masked_rollouts=false"),
-            "algorithm.count_masked_rollouts",
-            'has no effect with algorithm.loss_agg_mode = "token-mean"',
+            ("algorithm.estimator.type=reinforce_plus_plus",),
+            "algorithm.estimator.type",
+            "whitens its advantages",
         ),
         (
-            ("algorithm.calculate_per_token_loss=true", "algorithm.loss_agg_mode=rollout-mean"),
-            "algorithm.loss_agg_mode",
-            "contradicts algorithm.calculate_per_token_loss",
+            ("algorithm.reduction.scale_factor=128",),
+            "algorithm.reduction.scale_factor",
+            'is a key of type = "seq-mean-token-sum-norm", not of "token-mean"',
         ),
         (
-            ("algorithm.advantage_estimator=reinforce_plus_plus_baseline",),
-            "algorithm.advantage_estimator",
+            ("algorithm.reduction.type=token-mean", "algorithm.reduction.count_masked_rollouts=false"),
+            "algorithm.reduction.count_masked_rollouts",
+            'is a key of type = "rollout-mean" or "seq-mean-token-mean"',
+        ),
+        (
+            ("algorithm.estimator.type=reinforce_plus_plus_baseline",),
+            "algorithm.estimator.type",
             "set algorithm.normalize_advantages = true",
         ),
         (
-            ("algorithm.custom_advantage=a.py:f", "algorithm.advantage_estimator=rloo"),
-            "algorithm.advantage_estimator",
-            "contradicts algorithm.custom_advantage, which takes its place",
-        ),
-        (
-            ("algorithm.custom_advantage=a.py:f", "algorithm.disable_grpo_std_normalization=true"),
-            "algorithm.disable_grpo_std_normalization",
-            "has no effect with algorithm.custom_advantage; it applies to grpo",
+            ("algorithm.estimator.function=a.py:f", "algorithm.estimator.type=rloo"),
+            "algorithm.estimator.function",
+            'is a key of type = "custom", not of "rloo"',
         ),
         (
             ("algorithm.keep_old_actor=true", "algorithm.use_rollout_logprobs=false"),
@@ -170,12 +180,12 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "algorithm.keep_old_actor",
             "has no effect",
         ),
-        (("algorithm.keep_old_actor=true", "algorithm.loss_mode=gpg"), "algorithm.keep_old_actor", "has no effect"),
+        (("algorithm.keep_old_actor=true", "algorithm.loss.type=gpg"), "algorithm.keep_old_actor", "has no effect"),
         (
             (
                 "algorithm.keep_old_actor=true",
                 "algorithm.use_rollout_logprobs=false",
-                "algorithm.loss_mode=decoupled_ppo",
+                "algorithm.loss.type=decoupled_ppo",
             ),
             "algorithm.keep_old_actor",
             "is the one before the train step",
@@ -190,45 +200,29 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "cannot be combined with replayed experts",
         ),
         (
-            ("algorithm.custom_pg_loss_reducer=a.py:f", "algorithm.positive_example_nll_weight=0.1"),
+            ('algorithm.reduction={type="custom", function="a.py:f"}', "algorithm.positive_example_nll_weight=0.1"),
             "algorithm.positive_example_nll_weight",
-            "cannot be combined with algorithm.custom_pg_loss_reducer",
+            "cannot be combined with algorithm.reduction.function",
         ),
         (
-            ("algorithm.custom_loss=a.py:f", "algorithm.loss_mode=gpg"),
-            "algorithm.loss_mode",
-            "contradicts algorithm.custom_loss, which takes its place",
+            (CUSTOM, "algorithm.loss.eps_clip=0.1"),
+            "algorithm.loss.eps_clip",
+            'not of "custom"; allowed: type, function',
         ),
         (
-            ("algorithm.custom_loss=a.py:f", "algorithm.eps_clip=0.1"),
-            "algorithm.eps_clip",
-            "has no effect with algorithm.custom_loss; it applies to ppo, gspo",
+            ('algorithm.estimator={type="custom", function="a.py:f"}', "algorithm.loss.type=sft"),
+            "algorithm.estimator.function",
+            'has no effect with algorithm.loss.type = "sft"',
         ),
         (
-            ("algorithm.custom_loss=a.py:f", "algorithm.advantage_estimator=cispo"),
-            "algorithm.advantage_estimator",
-            'names a loss, which algorithm.custom_loss takes the place of; use "grpo"',
-        ),
-        (("algorithm.custom_tis=a.py:f",), "algorithm.custom_tis", "has no effect unless algorithm.use_tis = true"),
-        (
-            ("algorithm.custom_tis=a.py:f", "algorithm.use_tis=true", "algorithm.tis_clip=3.0"),
-            "algorithm.tis_clip",
-            "contradicts algorithm.custom_tis, which takes its place",
+            ('algorithm.tis={type="custom", function="a.py:f", upper_bound=3.0}',),
+            "algorithm.tis.upper_bound",
+            "contradicts algorithm.tis.function, which takes its place",
         ),
         (
-            ("algorithm.custom_pg_loss_reducer=a.py:f",),
-            "algorithm.calculate_per_token_loss",
-            "contradicts algorithm.custom_pg_loss_reducer, which takes its place",
-        ),
-        (
-            ("algorithm.custom_loss=a.py:f", "algorithm.loss_type=sft_loss"),
-            "algorithm.custom_loss",
-            'has no effect with algorithm.loss_type = "sft_loss"',
-        ),
-        (
-            ("algorithm.advantage_estimator=rloo", "rollout.n_samples_per_prompt=1"),
+            ("algorithm.estimator.type=rloo", "rollout.n_samples_per_prompt=1"),
             "rollout.n_samples_per_prompt",
-            'or set algorithm.group_of_one = "reward"',
+            'or set algorithm.estimator.group_of_one = "reward"',
         ),
     ],
 )
@@ -240,39 +234,44 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algorithm.advantage_estimator=reinforce", "rollout.n_samples_per_prompt=1"),
-        ("algorithm.advantage_estimator=cispo", "algorithm.eps_clip=1.0"),
-        ("algorithm.loss_mode=prime_rl", "algorithm.use_rollout_logprobs=false", "algorithm.eps_clip_high=none"),
-        ("algorithm.use_tis=true", "algorithm.tis_mode=mask", "algorithm.use_rollout_logprobs=false"),
-        ("algorithm.use_rs=true", "algorithm.bypass_mode=true", "algorithm.use_rollout_logprobs=true"),
-        ("algorithm.use_rs=true", "algorithm.rs_metric=binary_kl", "algorithm.use_rollout_logprobs=false"),
-        ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
-        ("algorithm.custom_advantage=a.py:f", "rollout.n_samples_per_prompt=1"),
+        ("algorithm.estimator.type=reinforce", "rollout.n_samples_per_prompt=1"),
+        ("algorithm.loss.type=cispo", "algorithm.loss.eps_clip=1.0"),
+        ("algorithm.loss.type=prime_rl", "algorithm.use_rollout_logprobs=false"),
+        ("algorithm.tis.type=mask", "algorithm.use_rollout_logprobs=false"),
+        ("algorithm.rs.type=ratio", "algorithm.bypass_mode=true", "algorithm.use_rollout_logprobs=true"),
+        ("algorithm.rs.type=binary_kl", "algorithm.use_rollout_logprobs=false"),
+        ("algorithm.estimator.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
+        ('algorithm.estimator={type="custom", function="a.py:f"}', "rollout.n_samples_per_prompt=1"),
         (
-            "algorithm.custom_loss=a.py:f",
-            "algorithm.eps_clip_high=none",
+            CUSTOM,
             "algorithm.use_rollout_logprobs=false",
-            "algorithm.use_tis=true",
-            "algorithm.custom_tis=a.py:g",
-            "algorithm.calculate_per_token_loss=false",
-            "algorithm.custom_pg_loss_reducer=a.py:h",
+            'algorithm.tis={type="custom", function="a.py:g"}',
+            'algorithm.reduction={type="custom", function="a.py:h"}',
         ),
         (
-            "algorithm.disable_grpo_std_normalization=true",
-            "algorithm.loss_agg_mode=seq-mean-token-sum-norm",
-            "algorithm.calculate_per_token_loss=false",
+            "algorithm.estimator.normalize_std=false",
+            "algorithm.reduction.type=seq-mean-token-sum-norm",
         ),
-        ("algorithm.advantage_estimator=reinforce_plus_plus_baseline", "algorithm.normalize_advantages=true"),
+        ("algorithm.estimator.type=reinforce_plus_plus_baseline", "algorithm.normalize_advantages=true"),
     ],
 )
 def test_a_combination_that_means_something_is_accepted(overrides: tuple[str, ...]) -> None:
     load_topology(LAPTOP, overrides)
 
 
-def test_the_declaration_names_settings_and_choices_that_exist() -> None:
-    fields = {field.name: field for field in msgspec.structs.fields(AlgorithmConfig)}
-    for name, applies in APPLIES.items():
-        assert name in fields
-        assert applies.key in fields
-        for choice in set(applies.choices) - {"custom"}:  # a function in place of a named choice
-            assert msgspec.convert({applies.key: choice}, AlgorithmConfig) is not None
+def test_what_a_type_allows_are_settings_that_exist() -> None:
+    for union, settings in ((Loss, OF_LOSS), (Estimator, OF_ESTIMATOR)):
+        for setting in settings:
+            assert type_at(AlgorithmConfig, setting.split(".")) is not None
+            answers = {allows(table, setting) for table in get_args(union)}
+            assert answers == {True, False}
+    assert {name for table in get_args(Estimator) for name in table.allows} == set(OF_ESTIMATOR)
+
+
+def test_the_formula_of_every_type_names_keys_that_it_has() -> None:
+    for union in (Loss, Estimator, Reduction, Tis):
+        for table in get_args(union):
+            given = {field.name: "f" for field in msgspec.structs.fields(table) if field.required}
+            formula = formula_of(table(**given), old="old policy", scale="8")
+            assert formula
+            assert "{" not in formula

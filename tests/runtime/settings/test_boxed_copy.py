@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from actors.processes import process_specs
-from actors.registry import actor_type
+from actors.registry import hosted
+from actors.rollout.actor import RolloutActor
 from actors.rollout.offline.actor import OfflineRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
-from runtime.node.checks.check import check_here
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.sizes import needed_sizes
+from tests.support.checks import checked_here
 
 TOPOLOGIES = Path(__file__).resolve().parents[3] / "topologies"
 SFT, RL = TOPOLOGIES / "boxed-copy-sft.toml", TOPOLOGIES / "boxed-copy.toml"
@@ -86,9 +87,9 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
         ),
         ("rollout.on_surplus=drop", "rollout.on_surplus", "would drop demonstrations"),
         ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef", "has no effect"),
-        ("algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_coef", "has no effect"),
-        ("algorithm.loss_type=policy_loss", "engines.policy", "only demonstrations"),
-        ('engines.policy={kind = "tiny"}', "engines.policy", "no actor uses this pool with algorithm.loss_type"),
+        ("algorithm.kl.loss_coef=0.1", "algorithm.kl.loss_coef", "has no effect"),
+        ("algorithm.loss.type=ppo", "engines.policy", "only demonstrations"),
+        ('engines.policy={kind = "tiny"}', "engines.policy", "no actor uses this pool with algorithm.loss.type"),
     ],
 )
 def test_rules_of_demonstrations(override: str, key: str, message: str) -> None:
@@ -115,16 +116,16 @@ def test_neither_engines_nor_graders_are_started_for_demonstrations() -> None:
 
 
 def test_the_role_of_rollout_is_played_by_whom_the_loss_asks_for() -> None:
-    assert actor_type("rollout", load_topology(SFT).topology) is OfflineRolloutActor
-    assert actor_type("rollout", load_topology(RL).topology) is actor_type("rollout")
+    for file, chosen in ((SFT, OfflineRolloutActor), (RL, RolloutActor)):
+        assert hosted("rollout", load_topology(file).topology, Path()).actor_type is chosen
 
 
 def test_a_start_without_the_export_says_which_run_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (problem,) = check_here(load_topology(RL), node="local").problems
+    (problem,) = checked_here(load_topology(RL), node="local").problems
     assert problem.key == "model.hf_checkpoint"
     assert "run boxed-copy-sft writes it" in problem.message
-    assert check_here(load_topology(RL), elsewhere=True).problems == ()
+    assert checked_here(load_topology(RL), elsewhere=True).problems == ()
 
 
 def test_a_task_with_its_demonstration_fits_the_largest_message() -> None:

@@ -7,10 +7,10 @@ from runtime.settings.placement import num_engines
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, problems
 
 JUDGED = "reward.judges.j={template = '{response}'}"
-PPO = "algorithm.advantage_estimator=ppo"
+PPO = "algorithm.estimator.type=ppo"
 IN_PLACE = ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang")
 ROUTED = "engines.policy.router=sglang-router"
-ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
+ASKS = ("algorithm.opd.type=sglang",)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
         (("engines.judge.kind=tiny",), "engines.judge", "no actor uses this pool; allowed: policy"),
         (("engines.teacher.kind=tiny",), "engines.teacher", "no actor uses this pool; allowed: policy"),
         (("engines.ref.kind=tiny",), "engines.ref", "no actor uses this pool; allowed: policy"),
-        (("algorithm.kl_loss_coef=0.1", "engines.ref.kind=tiny"), "engines.ref.hf_checkpoint", "missing: the model"),
-        (("algorithm.kl_loss_coef=0.1", "engines.r.kind=tiny"), "engines.r", "allowed: policy, ref"),
+        (("algorithm.kl.loss_coef=0.1", "engines.ref.kind=tiny"), "engines.ref.hf_checkpoint", "missing: the model"),
+        (("algorithm.kl.loss_coef=0.1", "engines.r.kind=tiny"), "engines.r", "allowed: policy, ref"),
         (("engines.policy.hf_checkpoint=x/y",), "engines.policy.hf_checkpoint", "serve the model that is trained"),
-        (ASKS, "engines.teacher", 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'),
+        (ASKS, "engines.teacher", 'missing: the engines of a teacher, which algorithm.opd.type = "sglang" needs'),
         ((*ASKS, "engines.math.kind=tiny"), "engines.math", "no actor uses this pool; allowed: policy, teacher"),
         ((*ASKS, "data.0.teacher=math"), "engines.math", "missing: the engines of a teacher"),
         ((*ASKS, "engines.teacher.kind=tiny"), "engines.teacher.hf_checkpoint", "missing: the model of these engines"),

@@ -67,7 +67,7 @@ def test_only_trainer_has_no_groups_of_a_dump_to_spare(tmp_path: Path) -> None:
 
 def test_only_trainer_keeps_the_reference_that_engines_would_serve(tmp_path: Path) -> None:
     pool = 'engines.ref={kind = "tiny", hf_checkpoint = "demo/models/reverse-digits"}'
-    overrides = ("algorithm.kl_loss_coef=0.1", pool)
+    overrides = ("algorithm.kl.loss_coef=0.1", pool)
     assert half(LAPTOP, *overrides).model.ref_load is None
     alone = half(LAPTOP, *overrides, "run.only=trainer", f"run.load={tmp_path}")
     assert alone.model.ref_load == str(TOPOLOGIES / "demo/models/reverse-digits")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.checks.check import check_here
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.reading.config import TopologyError
 from tests.runtime.settings.shipped import LAPTOP, ROOT
+from tests.support.checks import checked_here
 
 # What is looked for on this machine
 
@@ -64,7 +64,7 @@ def test_the_file_of_a_function_is_found_like_any_other(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     loaded = load_topology(LAPTOP, ("data.0.path=none", "data.0.source=mine.py:source", "rollout.shuffle=false"))
     assert loaded.topology.data[0].source == f"{tmp_path}/mine.py:source"
-    assert check_here(loaded).problems == ()
+    assert checked_here(loaded).problems == ()
 
 
 def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     loaded = load_topology(LAPTOP, overrides)
     assert loaded.topology.data[0].path == f"{ROOT}/topologies/demo/data/reverse-digits/train.jsonl@[10:20]"
-    assert [str(problem) for problem in check_here(loaded).problems] == [
+    assert [str(problem) for problem in checked_here(loaded).problems] == [
         f'--set: eval.0.path = "mine.jsonl@[:1]": no such file (looked in {tmp_path}, {ROOT / "topologies"})'
     ]
     (tmp_path / "mine.jsonl@[:1]").write_text('{"input": "1", "label": "1"}\n')
@@ -81,14 +81,14 @@ def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch
 
 def test_an_empty_slice_is_an_input_error_with_the_length_of_its_file() -> None:
     loaded = load_topology(LAPTOP, ("data.0.path=demo/data/reverse-digits/train.jsonl@[78:]",))
-    (problem,) = check_here(loaded).problems
+    (problem,) = checked_here(loaded).problems
     assert problem.message.endswith("the slice is empty: " + loaded.topology.data[0].path[:-6] + " has 78 rows")
 
 
 def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
     loaded = load_topology(LAPTOP, ("data.0.path=no/such.jsonl",))
     assert loaded.topology.data[0].path == "no/such.jsonl"
-    (problem,) = check_here(loaded).problems
+    (problem,) = checked_here(loaded).problems
     assert problem.key == "data.0.path"
     assert problem.file == "--set"
     assert problem.message == f"no such file (looked in {Path.cwd()}, {ROOT / 'topologies'})"
@@ -97,7 +97,7 @@ def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
 def checked(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    return [str(problem) for problem in check_here(load_topology(LAPTOP, (f"data.0.path={path}",))).problems]
+    return [str(problem) for problem in checked_here(load_topology(LAPTOP, (f"data.0.path={path}",))).problems]
 
 
 def test_a_malformed_line_is_an_input_error_with_its_number(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_an_empty_file_is_an_input_error(tmp_path: Path) -> None:
 
 def model_problems(directory: Path, *overrides: str) -> list[str]:
     loaded: LoadedTopology = load_topology(LAPTOP, (f"model.hf_checkpoint={directory}", *overrides))
-    return [problem.message for problem in check_here(loaded).problems]
+    return [problem.message for problem in checked_here(loaded).problems]
 
 
 def test_a_model_directory_needs_config_tokenizer_and_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert model_problems(tmp_path) == [
-        "no tokenizer in this directory: tokenizer.json, tokenizer.model or vocab.json",
+        "no tokenizer in this directory: tokenizer.json, tokenizer.model, vocab.json or tiktoken.model",
     ]
     (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -136,7 +136,7 @@ def test_a_model_directory_needs_config_tokenizer_and_weights(tmp_path: Path) ->
 
 def test_a_misspelt_model_directory_is_not_taken_for_a_hub_name() -> None:
     loaded = load_topology(LAPTOP, ("model.hf_checkpoint=demo/models/reverse-digit",))
-    (problem,) = check_here(loaded).problems
+    (problem,) = checked_here(loaded).problems
     assert problem.message.startswith("no such directory (looked in ")
 
 
@@ -155,15 +155,15 @@ def test_directories_of_an_engines_import_path_are_looked_up_beside_their_file(
 
 def test_a_missing_file_of_a_function_is_named_before_other_problems_of_the_settings() -> None:
     wrong = (
-        "algorithm.custom_loss=no_such_file.py:loss",
-        "algorithm.advantage_estimator=gspo",
-        "algorithm.eps_clip=0.1",
+        "algorithm.loss={type = 'custom', function = 'no_such_file.py:loss'}",
+        "rollout.temperature=1",
+        "algorithm.num_steps_per_rollout=3",
     )
     with pytest.raises(TopologyError) as error:
         load_topology(LAPTOP, (*wrong, "reward.graders.own=neither.py:grade"))
     first, second, *others = error.value.problems
     assert [(one.key, one.message[:12]) for one in (first, second)] == [
-        ("algorithm.custom_loss", "no such file"),
+        ("algorithm.loss.function", "no such file"),
         ("reward.graders.own", "no such file"),
     ]
     assert "allowed" not in first.message
@@ -176,5 +176,5 @@ def test_the_file_of_a_function_of_slime_is_found_beside_other_problems(
     (tmp_path / "sl.py").write_text("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TopologyError) as error:
-        load_topology(LAPTOP, ("algorithm.custom_tis=slime:sl.py:tis", "algorithm.use_tis=true"))
-    assert [one.key for one in error.value.problems] == ["algorithm.use_tis"]
+        load_topology(LAPTOP, ("algorithm.tis={type='custom', function='slime:sl.py:tis'}",))
+    assert [one.key for one in error.value.problems] == ["algorithm.tis.type"]

@@ -8,6 +8,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.placement import address_setting, bus_port, is_networked
 
 LAPTOP = Path(__file__).resolve().parents[3] / "topologies" / "laptop.toml"
+JUDGED = ("reward.external=['judge']", "data.0.rm_type=judge")
 TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
 
 
@@ -19,6 +20,9 @@ TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
         (("nodes.local.address=::1",), False, None),
         (("nodes.local.address=none",), False, None),
         (("bus.port=5000",), False, 5000),
+        (("nodes.local.address=127.0.0.1", *JUDGED), True, 4222),
+        (("nodes.local.address=127.0.0.2", *JUDGED), True, 4222),
+        (("nodes.local.address=::1", "bus.port=5000", *JUDGED), True, 5000),
         (("nodes.local.address=auto",), True, 4222),
         (("nodes.local.address=10.0.0.1", "bus.port=5000"), True, 5000),
         (TWO, True, 4222),

@@ -81,7 +81,7 @@ def test_a_sum_of_graders_is_drawn_with_its_weights() -> None:
 
 
 def test_a_critic_with_ranks_of_its_own_is_drawn_with_their_processes_and_its_layout() -> None:
-    ppo = ("algorithm.advantage_estimator=ppo", "trainer.num_processes=2")
+    ppo = ("algorithm.estimator.type=ppo", "trainer.num_processes=2")
     own = ("trainer.critic.num_processes=2", "trainer.critic.megatron.pipeline_model_parallel_size=2")
     text = drawn(LAPTOP, *ppo, *own)
     assert "  trainer  2 ranks on cpu: 2 data parallel" in text

@@ -23,10 +23,9 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("path", "override", "key", "message"),
     [
-        (RM, "algorithm.dpo_beta=0.2", "algorithm.dpo_beta", "it applies to dpo_loss"),
-        (RM, "algorithm.preference_loss=ipo", "algorithm.preference_loss", "it applies to dpo_loss"),
+        (RM, "algorithm.loss.beta=0.2", "algorithm.loss.beta", 'is a key of type = "dpo" or "preference_ipo"'),
         (RM, "model.ref_load=/none", "model.ref_load", "has no effect"),
-        (RM, "algorithm.calculate_per_token_loss=true", "algorithm.calculate_per_token_loss", "the mean over pairs"),
+        (RM, "algorithm.reduction.type=token-mean", "algorithm.reduction.type", "the mean over pairs"),
         (RM, "trainer.log_probs_ahead=true", "trainer.log_probs_ahead", "has no log-probs to compute"),
         (RM, "trainer.megatron.mtp_num_layers=1", "trainer.megatron.mtp_num_layers", "the model scores them"),
         (
@@ -35,9 +34,14 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
             "train.custom_megatron_before_log_prob_hook",
             "a reward model has no log-probs",
         ),
-        (SFT, "algorithm.label_smoothing=0.1", "algorithm.label_smoothing", 'unless algorithm.loss_type = "dpo_loss"'),
-        (DPO, "data.0.chosen_key=null", "data.0.chosen_key", 'is needed with algorithm.loss_type = "dpo_loss"'),
-        (RM, "data.0.rejected_key=null", "data.0.rejected_key", 'is needed with algorithm.loss_type = "rm_loss"'),
+        (
+            SFT,
+            "algorithm.loss.label_smoothing=0.1",
+            "algorithm.loss.label_smoothing",
+            'is a key of type = "dpo" or "rm", not of "sft"',
+        ),
+        (DPO, "data.0.chosen_key=null", "data.0.chosen_key", 'is needed with algorithm.loss.type = "dpo"'),
+        (RM, "data.0.rejected_key=null", "data.0.rejected_key", 'is needed with algorithm.loss.type = "rm"'),
         (DPO, "eval.0.temperature=0.0", "eval.0.temperature", "nothing is sampled and graded"),
         (DPO, "eval.0.n_samples_per_eval_prompt=4", "eval.0.n_samples_per_eval_prompt", "nothing is sampled"),
         (RM, "eval.0.rm_type=exact_match", "eval.0.rm_type", "nothing is sampled and graded"),
@@ -52,7 +56,7 @@ def test_held_out_pairs_are_read_where_the_data_is() -> None:
     overrides = ('nodes={a={address="10.0.0.1"}, b={address="10.0.0.2"}}', 'trainer.nodes=["b"]')
     message = problems(RM, *overrides)["eval.0.path"]
     assert message.startswith("not implemented yet: the trainer reads held-out pairs on its node b")
-    assert "eval.0.path" not in problems(RM, *overrides, "eval=[]", "algorithm.dpo_beta=0.2")
+    assert "eval.0.path" not in problems(RM, *overrides, "eval=[]", "rollout.temperature=0.5")
 
 
 def test_the_trainer_and_the_buffer_read_held_out_pairs_and_the_buffer_evaluates_none() -> None:

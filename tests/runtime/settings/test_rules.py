@@ -5,14 +5,14 @@ import pytest
 from runtime.settings.load import load_topology
 from tests.runtime.settings.shipped import DISAGGREGATE, LAPTOP, problems
 
-REF = ("algorithm.kl_loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint = "x/y"}')
+REF = ("algorithm.kl.loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint = "x/y"}')
 JUDGED = "reward.judges.j={template = '{response}'}"
 AT_URL = "reward.judges.j={template = '{response}', url = 'http://h/v1', model = 'm'}"
-PPO = "algorithm.advantage_estimator=ppo"
+PPO = "algorithm.estimator.type=ppo"
 IN_PLACE = ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang")
 ROUTED = "engines.policy.router=sglang-router"
-ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
-TOPK = (*ASKS, "algorithm.opd_kl_coef=0", "algorithm.distillation_loss_coef=1")
+ASKS = ("algorithm.opd.type=sglang",)
+TOPK = (*ASKS, "algorithm.opd.kl_coef=0", "algorithm.opd.distillation={type='forward', coef=1}")
 
 
 def test_gpus_of_a_node_that_has_none_are_refused() -> None:
@@ -20,8 +20,9 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
     assert found == {"trainer.gpus": "there is no GPU local:0-1: nodes.local.gpus = 0"}
 
 
-def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
-    changes = ("reward.external=['judge']", "data.0.rm_type=judge", "nodes.local.address=auto")
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1", "127.0.0.2", "::1"])
+def test_external_graders_of_a_run_that_listens_are_no_problem(address: str) -> None:
+    changes = ("reward.external=['judge']", "data.0.rm_type=judge", f"nodes.local.address={address}")
     assert load_topology(LAPTOP, changes).topology.reward.external == ("judge",)
 
 
@@ -42,7 +43,11 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         ),
         (("reward.nodes=['other']",), "reward.nodes", "no node other; allowed: local"),
         (("reward.nodes=['local']", "share=[['reward','filter']]"), "reward.nodes", "a reward actor that shares a pro"),
-        (("reward.external=['judge']",), "reward.external", "cannot reach the bus: set nodes.local.address"),
+        (
+            ("reward.external=['judge']", "nodes.local.address=none"),
+            "reward.external",
+            'cannot reach the bus: set nodes.local.address to "auto", or to "127.0.0.1"',
+        ),
         (("reward.external=['j','j']", "nodes.local.address=auto"), "reward.external", "names a grader twice"),
         (
             ("reward.external=['judge']", "reward.graders.judge=my:judge", "nodes.local.address=auto"),
@@ -50,64 +55,48 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "judge is in reward.graders too: the run's own actors would run it",
         ),
         (("algorithm.num_steps_per_rollout=3",), "algorithm.num_steps_per_rollout", "must divide the number"),
-        (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
+        (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.estimator.normalize = false"),
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
         (("rollout.return_sampling_mask=true",), "rollout.return_sampling_mask", "has no effect unless rollout.top_p"),
-        (
-            (*("algorithm.use_tis=true", "algorithm.custom_tis=slime:m:f"), "trainer.megatron.context_parallel_size=2"),
-            "trainer.megatron.context_parallel_size",
-            "is a function of slime, which gets whole sequences",
-        ),
         (("rollout.return_sampling_mask=true", "rollout.top_p=0.9"), "rollout.top_k", "allowed: 2 to 4096"),
         (("rollout.return_sampling_mask=true", "rollout.top_k=1"), "rollout.top_k", "leaves one token, whose log-prob"),
         (("rollout.max_context_len=16",), "rollout.max_prompt_len", "leaves no room for a response"),
-        (("algorithm.use_kl_loss=true",), "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef above 0 turns the KL"),
-        (("algorithm.eps_clip=1.5",), "algorithm.eps_clip", "below 1"),
-        (("model.ref_load=x/y",), "model.ref_load", "kl_loss_coef, kl_coef or kl_metric_interval is above 0"),
-        (("critic.lr=0.1",), "critic.lr", 'unless algorithm.advantage_estimator = "ppo"'),
-        (("algorithm.gae_lambda_value=0.9",), "algorithm.gae_lambda_value", "has no effect with"),
+        (("algorithm.use_kl_loss=true",), "algorithm.use_kl_loss=true", "algorithm.kl.loss_coef above 0 turns the KL"),
+        (("algorithm.loss.eps_clip=1.5",), "algorithm.loss.eps_clip", "allowed: float > 0 and < 1"),
+        (("model.ref_load=x/y",), "model.ref_load", "kl.loss_coef, reward_coef or metric_interval is above 0"),
+        (("critic.lr=0.1",), "critic.lr", 'unless algorithm.estimator.type = "ppo"'),
+        (("algorithm.estimator.critic_lambd=0.9",), "algorithm.estimator.critic_lambd", 'is a key of type = "ppo"'),
         (
             ("algorithm.ref_update_interval=2",),
             "algorithm.ref_update_interval",
-            "unless algorithm.kl_loss_coef, kl_coef or kl_metric_interval is above 0",
+            "unless algorithm.kl.loss_coef, reward_coef or metric_interval is above 0",
         ),
-        (("model.opd_teacher_load=x/y",), "model.opd_teacher_load", "has no effect without algorithm.use_opd"),
-        (("algorithm.use_opd=true",), "algorithm.opd_type", "missing: where the teacher is"),
-        (("algorithm.opd_kl_coef=0.5",), "algorithm.opd_kl_coef", "unless algorithm.use_opd = true"),
-        (("algorithm.use_opd=true", "algorithm.opd_type=megatron"), "model.opd_teacher_load", "missing: the model of"),
+        (("model.opd_teacher_load=x/y",), "model.opd_teacher_load", "has no effect without algorithm.opd.type"),
+        (("algorithm.opd.kl_coef=0.5",), "algorithm.opd.type", "missing; allowed: 'sglang', 'megatron'"),
+        (("algorithm.opd.type=megatron",), "model.opd_teacher_load", "missing: the model of"),
         (
-            ("algorithm.distillation_loss_coef=1",),
-            "algorithm.distillation_loss_coef",
-            "has no effect unless algorithm.use_opd = true",
-        ),
-        (
-            (*ASKS, "algorithm.distillation_topk=64"),
-            "algorithm.distillation_topk",
-            "algorithm.distillation_loss_coef is above 0",
+            (*ASKS, "algorithm.opd.distillation.type=forward", "algorithm.opd.distillation.topk=64"),
+            "algorithm.opd.distillation.coef",
+            "missing; expected float > 0",
         ),
         (
-            (*ASKS, "algorithm.distillation_kl_type=mixed"),
-            "algorithm.distillation_kl_type",
-            "algorithm.distillation_loss_coef is above 0",
+            (*TOPK, "algorithm.opd.distillation.mixed_kl_weight=0.2"),
+            "algorithm.opd.distillation.mixed_kl_weight",
+            'is a key of type = "mixed", not of "forward"',
         ),
         (
-            (*TOPK, "algorithm.mixed_kl_weight=0.2"),
-            "algorithm.mixed_kl_weight",
-            'has no effect with algorithm.distillation_kl_type = "forward"; it applies to mixed',
+            (*TOPK, "algorithm.opd.distillation.zero_outside_topk=true"),
+            "algorithm.opd.distillation.zero_outside_topk",
+            'is a key of type = "reverse" or "mixed"',
         ),
         (
-            (*TOPK, "algorithm.zero_outside_topk=true"),
-            "algorithm.zero_outside_topk",
-            "it applies to reverse, mixed",
+            ("algorithm.opd.type=megatron", "algorithm.opd.distillation.coef=1"),
+            "algorithm.opd.distillation",
+            'is a key of type = "sglang", not of "megatron"',
         ),
+        ((*TOPK, "rollout.temperature=0.5"), "rollout.temperature", 'must be 1 with algorithm.opd.type = "sglang"'),
         (
-            ("algorithm.use_opd=true", "algorithm.opd_type=megatron", "algorithm.distillation_loss_coef=1"),
-            "algorithm.distillation_loss_coef",
-            'needs algorithm.opd_type = "sglang"',
-        ),
-        ((*TOPK, "rollout.temperature=0.5"), "rollout.temperature", 'must be 1 with algorithm.opd_type = "sglang"'),
-        (
-            ("algorithm.use_opd=true", "algorithm.opd_type=sglang", "rollout.temperature=0.5"),
+            ("algorithm.opd.type=sglang", "rollout.temperature=0.5"),
             "rollout.temperature",
             "engines compute log-probs of given tokens at temperature 1",
         ),
@@ -179,6 +168,12 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("bus.url=http://x",), "bus.url", "string matching"),
         (("bus.url=nats://x", "bus.port=4222"), "bus.port", "put the port into the URL"),
         (("bus.url=nats://x,http://y",), "bus.url", "string matching"),
+        (("bus.unresponsive_after_s=20",), "bus.unresponsive_after_s", "up to 30 s, and a publish waits 30 s"),
+        (("bus.unresponsive_after_s=60",), "bus.unresponsive_after_s", "choose a smaller value, such as 15"),
+        (("bus.unresponsive_after_s=0.5",), "bus.unresponsive_after_s", ">= 1"),
+        (("bus.url=nats://x", "bus.unresponsive_after_s=10"), "bus.unresponsive_after_s", "no effect with bus.url"),
+        (("bus.url=nats://x", "bus.sync=always"), "bus.sync", "no effect with bus.url"),
+        (("bus.sync=never",), "bus.sync", "never"),
         (("bus.replicas=3",), "bus.replicas", "needs bus.url, a cluster"),
         (("bus.url=nats://x,nats://y", "bus.replicas=2"), "bus.replicas", "2"),
         (("bus.data_bytes=1000",), "bus.data_bytes", "too small: this recipe can need"),
@@ -205,7 +200,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "no trainer computes log-probs of sampled tokens",
         ),
         (
-            ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.kl_loss_coef=0.1"),
+            ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.kl.loss_coef=0.1"),
             "trainer.log_probs_ahead",
             "the trainer has no GPU memory while colocated engines generate",
         ),
@@ -251,7 +246,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         ((*REF, "rollout.temperature=0.5"), "rollout.temperature", "must be 1 with engines.ref"),
         ((*REF, "engines.ref.num_engines=2", "trainer.log_probs_ahead=true"), "trainer.log_probs_ahead", "has no log"),
         ((*ASKS, "data.0.teacher=policy"), "data.0.teacher", "is the pool of the model that is trained"),
-        (("data.0.teacher=math",), "data.0.teacher", "has no effect without algorithm.use_opd = true"),
+        (("data.0.teacher=math",), "data.0.teacher", "has no effect without algorithm.opd.type"),
         ((JUDGED,), "reward.judges.j.pool", "missing: the engines of this judge, engines.judge; or a URL"),
         ((JUDGED, "reward.judges.j.pool=policy"), "reward.judges.j.pool", "a judge has a pool of its own"),
         ((JUDGED, "reward.judges.j.model=m"), "reward.judges.j.model", "has no effect without reward.judges.j.url"),
@@ -266,6 +261,8 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         ((AT_URL, "reward.judges.j.template='good?'"), "reward.judges.j.template", 'lacks "{response}"'),
         ((AT_URL, "reward.judges.j.parser=last"), "reward.judges.j.parser", "allowed: number, boxed, module:function"),
         ((AT_URL, "reward.judges.j.extra_body={n = 2}"), "reward.judges.j.extra_body.n", "not allowed"),
+        ((AT_URL, 'reward.judges.j.extra_body={stop = [""]}'), "reward.judges.j.extra_body.stop", "an empty stop text"),
+        ((AT_URL, 'reward.judges.j.extra_body={stop = ""}'), "reward.judges.j.extra_body.stop", "an empty stop text"),
         (
             (AT_URL, "reward.judges.j.extra_body={max_tokens = 2}"),
             "reward.judges.j.extra_body.max_tokens",
@@ -367,4 +364,4 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 
 
 def test_a_group_of_one_is_fine_without_reward_normalisation() -> None:
-    load_topology(LAPTOP, ("rollout.n_samples_per_prompt=1", "algorithm.disable_rewards_normalization=true"))
+    load_topology(LAPTOP, ("rollout.n_samples_per_prompt=1", "algorithm.estimator.normalize=false"))

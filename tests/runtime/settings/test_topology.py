@@ -12,12 +12,13 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
-from runtime.node.checks.check import check_here, not_built
+from runtime.node.checks.check import not_built
 from runtime.settings.derived import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
 from runtime.settings.load import load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.topology import decode_topology, encode_topology
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, ROOT, SHIPPED
+from tests.support.checks import checked_here
 
 
 @pytest.fixture
@@ -38,13 +39,13 @@ def test_a_shipped_topology_says_what_is_not_implemented_yet(path: Path) -> None
     first_lines = " ".join(line.removeprefix("# ") for line in path.read_text().split("\n\n")[0].splitlines()[:3])
     missing = re.search(r"Not implemented yet: ([^#]*?)\.(?: |$)", first_lines)
     named = set(missing[1].split(", ")) if missing else set[str]()
-    checked = check_here(load_topology(path), elsewhere=True)
+    checked = checked_here(load_topology(path), elsewhere=True)
     assert {problem.key for problem in checked.problems} == named
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_the_check_says_everything_that_is_not_here() -> None:
-    found = [str(problem).partition(": ")[2] for problem in check_here(load_topology(COLOCATE)).problems]
+    found = [str(problem).partition(": ")[2] for problem in checked_here(load_topology(COLOCATE)).problems]
     assert [line.partition(" (looked in")[0] for line in found] == [
         "nodes.n0.gpus = 8: this machine has 0 GPUs for this process: none, by its environment variables",
         'engines.policy.kind = "sglang": SGLang is not installed in this interpreter: name one that has it with '
@@ -57,7 +58,7 @@ def test_the_check_says_everything_that_is_not_here() -> None:
 
 
 def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> None:
-    checked = check_here(load_topology(COLOCATE), elsewhere=True)
+    checked = checked_here(load_topology(COLOCATE), elsewhere=True)
     assert not checked.problems
     assert checked.left_out == (
         "GPUs (n0: 8)",
@@ -89,7 +90,7 @@ def test_a_tensor_parallel_group_over_several_nodes_is_noted() -> None:
     def notes(gpus: str, size: int) -> list[str]:
         ranks = (f"trainer.gpus={gpus}", "engines.policy.gpus=n1:6-7", "rollout.rollout_batch_size=24")
         layout = f"trainer.megatron.tensor_model_parallel_size={size}"
-        found = check_here(load_topology(DISAGGREGATE, (*ranks, layout)), elsewhere=True).notes
+        found = checked_here(load_topology(DISAGGREGATE, (*ranks, layout)), elsewhere=True).notes
         return [note for note in found if "tensor_model_parallel_size" in note]
 
     (note,) = notes("n0:0-5,n1:0-5", 4)
@@ -99,7 +100,7 @@ def test_a_tensor_parallel_group_over_several_nodes_is_noted() -> None:
 
 @pytest.mark.usefixtures("no_gpus")
 def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
-    found = [str(problem) for problem in check_here(load_topology(COLOCATE), node="n0").problems]
+    found = [str(problem) for problem in checked_here(load_topology(COLOCATE), node="n0").problems]
     assert (
         f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs for this process: none, by its environment variables"
         in found
@@ -129,11 +130,11 @@ def test_recipe_a_is_as_measured() -> None:
     topology = load_topology(LAPTOP).topology
     rollout, algorithm, optimizer = topology.rollout, topology.algorithm, topology.optimizer
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_response_len) == (64, 8, 4)
-    assert (algorithm.eps_clip, algorithm.eps_clip_high, algorithm.num_steps_per_rollout) == (0.2, 0.28, 2)
+    assert (algorithm.loss.eps_clip, algorithm.loss.eps_clip_high, algorithm.num_steps_per_rollout) == (0.2, 0.28, 2)
     assert (algorithm.entropy_coef, algorithm.entropy_coef_end, topology.train.num_steps) == (0.1, 0.0, 200)
     assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (3e-3, 0.9, 0.95, 0.0)
     assert algorithm.use_rollout_logprobs
-    assert algorithm.calculate_per_token_loss
+    assert algorithm.reduction.type
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_recipe_a_is_as_measured() -> None:
 )
 def test_lengths_that_no_rank_takes_are_told(overrides: tuple[str, ...], told: bool) -> None:
     """The laptop's recipe allows prompts and responses of over 10 tokens together."""
-    notes = check_here(load_topology(LAPTOP, overrides), elsewhere=True).notes
+    notes = checked_here(load_topology(LAPTOP, overrides), elsewhere=True).notes
     assert any("train.on_too_long" in note for note in notes) is told
 
 
@@ -161,7 +162,7 @@ def test_lengths_that_no_rank_takes_are_told(overrides: tuple[str, ...], told: b
     ],
 )
 def test_log_probs_of_another_distribution_than_the_sampled_one_are_told(overrides: tuple[str, ...], told: str) -> None:
-    notes = [note for note in check_here(load_topology(LAPTOP, overrides), elsewhere=True).notes if "top_" in note]
+    notes = [note for note in checked_here(load_topology(LAPTOP, overrides), elsewhere=True).notes if "top_" in note]
     assert len(notes) == bool(told)
     assert all(note.endswith(told) or told in note for note in notes)
 
@@ -169,7 +170,8 @@ def test_log_probs_of_another_distribution_than_the_sampled_one_are_told(overrid
 def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "
-        f"from runtime.node.checks.check import check_here; check_here(load_topology(Path({str(LAPTOP)!r}))); "
+        "from runtime.node.checks.check import check_here; from runtime.node.checks.context import CheckContext; "
+        f"check_here(CheckContext(load_topology(Path({str(LAPTOP)!r})))); "
         "print(sorted({'torch', 'nats', 'transformers', 'anyio'} & set(sys.modules)), len(sys.modules))"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -17,7 +17,10 @@ from tests.support.machines.hub import LAB
 
 CLOCK: Final = Path(__file__).parent / "clock"  # its sitecustomize shifts the clock of a Python process
 SHIFT: Final = "PHYSARUM_TEST_CLOCK_SHIFT_S"
-OF_THE_HOST: Final = ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
+OF_THE_HOST: Final = (
+    "TMPDIR",
+    *(f"XDG_{name}" for name in ("CACHE_HOME", "RUNTIME_DIR", "CONFIG_HOME", "DATA_HOME", "STATE_HOME")),
+)
 HOME: Final = Path("/tmp/home")  # in the machine's own directory
 START_S: Final = 60.0
 SHOWN: Final = 4000  # characters of a program's output in an error

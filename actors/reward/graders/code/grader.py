@@ -5,16 +5,15 @@ import json
 import math
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, cast
 
 from actors.reward.graders.code.running import MORE_OUTPUT_BYTES, run_inputs, run_program
-from actors.reward.graders.thoughts import after_thought
+from actors.reward.graders.responses import after_thought
 
-TOTAL_S: Final = 8.0  # wall time of all tests of a response
+TOTAL_S: Final = 8.0  # time of all tests of a response, without waits for a core
 SECONDS: Final = "PHYSARUM_CODE_S"  # environment of grader processes: the same, from the limits of a run
 MAX_PROGRAM_CHARS: Final = 200_000
 TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
@@ -56,8 +55,9 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
             `assert`: `["assert add(1, 2) == 3", ...]` or `{"test_list": [...], "test_setup_code": ...}`, as in MBPP, or
             `{"test": "def check(candidate): ...", "entry_point": "add"}`, as in HumanEval, or that text alone.
         metadata: `fn_name`, `func_name` or `entry_point`, where the label has none.
-        timeout_s: Wall time of all tests, in seconds. In a run it is the timeout of the grader (`reward.timeout_s`, or
-            `reward.limits.code.timeout_s`) less 2 s, or half of it.
+        timeout_s: Seconds in which the program ran, slept or read, in all tests together; waits for a core do not
+            count. In a run it is the timeout of the grader (`reward.timeout_s`, or `reward.limits.code.timeout_s`) less
+            2 s, or half of it.
 
     Returns:
         1.0 if all tests pass, else 0.0. The first test that fails ends the run.
@@ -72,11 +72,10 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
         between words are one. Words that are numbers are compared by value, exactly. Values of functions are compared
         as JSON: tuples and arrays are lists, floats are equal within 1e-6. If each output is a list of one item, that
         item is right too, as in APPS. A program that raises, exits with another code than 0, uses over 4 s of CPU time
-        or 1 GiB of memory, writes over 1 MiB more than expected, or starts a process scores 0. So does one that has not
-        ended after `timeout_s`, of which it ran, slept or read for at least nine tenths. The end of its last thread is
-        its end, and what its exit functions write is output. It has no network, no environment and one folder to write
-        in, of 64 MiB and 10,000 files. A response without a program scores 0. So does a label without tests; a run
-        refuses it.
+        or 1 GiB of memory, writes over 1 MiB more than expected, or starts a process scores 0. So does one that uses
+        `timeout_s` up, asleep or not. The end of its last thread is its end, and what its exit functions write is
+        output. It has no network, no environment and one folder to write in, of 64 MiB and 10,000 files. A response
+        without a program scores 0. So does a label without tests; a run refuses it.
 
     Source:
         The test formats of APPS (arXiv 2105.09938), LiveCodeBench (arXiv 2403.07974), HumanEval (arXiv 2107.03374) and
@@ -85,10 +84,10 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
     tests, program = cases_in(label, metadata), program_in(response)
     if tests is None or not program or len(program) > MAX_PROGRAM_CHARS:
         return 0.0
-    deadline = time.monotonic() + timeout_s
     if tests.checks is not None:
-        return float(_passes_checks(program, tests.checks, deadline))
-    return float(_passes_calls(program, tests, deadline) if tests.function else _passes_runs(program, tests, deadline))
+        return float(_passes_checks(program, tests.checks, timeout_s))
+    passes = _passes_calls if tests.function else _passes_runs
+    return float(passes(program, tests, timeout_s))
 
 
 def program_in(response: str) -> str:
@@ -209,12 +208,12 @@ def _arguments(value: Any) -> list[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 
-def _passes_runs(program: str, tests: Cases, deadline: float) -> bool:
+def _passes_runs(program: str, tests: Cases, limit_s: float) -> bool:
     inputs = [
         (given, len(wanted.encode("utf-8", "surrogatepass")) + MORE_OUTPUT_BYTES)
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True)
     ]
-    runs = run_inputs(program, inputs, wall_s=max(0.0, deadline - time.monotonic()))
+    runs = run_inputs(program, inputs, limit_s=limit_s)
     with closing(runs):
         for ran, wanted in zip(runs, tests.outputs, strict=False):
             if ran.code != 0 or not same_output(ran.output.decode("utf-8", "replace"), wanted):
@@ -222,10 +221,9 @@ def _passes_runs(program: str, tests: Cases, deadline: float) -> bool:
     return True
 
 
-def _passes_calls(program: str, tests: Cases, deadline: float) -> bool:
+def _passes_calls(program: str, tests: Cases, limit_s: float) -> bool:
     most = len(json.dumps(tests.outputs)) * 2 + MORE_OUTPUT_BYTES
-    left_s = deadline - time.monotonic()
-    ran = run_program(program, function=tests.function, calls=tests.inputs, wall_s=left_s, max_output_bytes=most)
+    ran = run_program(program, function=tests.function, calls=tests.inputs, limit_s=limit_s, max_output_bytes=most)
     lines = ran.output.splitlines()
     if ran.code != 0 or len(lines) != len(tests.outputs):
         return False
@@ -239,11 +237,10 @@ def _passes_calls(program: str, tests: Cases, deadline: float) -> bool:
     )
 
 
-def _passes_checks(program: str, checks: str, deadline: float) -> bool:
+def _passes_checks(program: str, checks: str, limit_s: float) -> bool:
     """Whether the checks came to their end, which they say by a word that the program does not know."""
     word = secrets.token_hex()
-    left_s = deadline - time.monotonic()
-    ran = run_program(program, checks=(checks, word), wall_s=left_s, max_output_bytes=MORE_OUTPUT_BYTES)
+    ran = run_program(program, checks=(checks, word), limit_s=limit_s, max_output_bytes=MORE_OUTPUT_BYTES)
     return ran.code == 0 and ran.output.decode("utf-8", "replace") == word
 
 

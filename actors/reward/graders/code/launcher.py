@@ -55,6 +55,7 @@ if IS_PROGRAM:
     sys.path.insert(0, ROOT)
 from actors.reward import isolation  # noqa: E402 - needs ROOT
 from actors.reward.seccomp import refuse_new_processes  # noqa: E402
+from runtime.util.descendants import set_parent_death_signal  # noqa: E402
 
 if IS_PROGRAM:
     sys.path.remove(ROOT)
@@ -62,7 +63,7 @@ if IS_PROGRAM:
 
 def main() -> int:
     """Run the program of the order; return its exit code, or 128 + the signal that ended it."""
-    isolation.set_parent_death_signal(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     order = _order()
     own_time = mmap.mmap(TIME_FD, 2 * LENGTH_BYTES)
     os.close(TIME_FD)
@@ -82,7 +83,7 @@ def _run_of(order: dict[str, Any], own_time: mmap.mmap, given: bytes, max_bytes:
     reading, writing = os.pipe()
     run = os.fork()
     if run == 0:
-        isolation.set_parent_death_signal(signal.SIGKILL)
+        set_parent_death_signal(signal.SIGKILL)
         os.dup2(_sealed(given), 0)
         os.dup2(writing, 1)
         os.closerange(3, STATUS_FD)
@@ -133,7 +134,7 @@ def _isolated(order: dict[str, Any], own_time: mmap.mmap) -> int:
 
 def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
     """The first process of the namespace: when it ends, the kernel ends all others. The program cannot touch it."""
-    isolation.set_parent_death_signal(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     scratch = f"size={order['scratch_bytes']},nr_inodes={MAX_FILES},mode=700".encode()
     refusal = isolation.attempted(lambda: isolation.enter_other_namespaces(FOLDER, (), scratch))
     if refusal is not None:
@@ -142,7 +143,7 @@ def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     program = os.fork()
     if program == 0:
-        isolation.set_parent_death_signal(signal.SIGKILL)
+        set_parent_death_signal(signal.SIGKILL)
         isolation.set_traceable(True)  # else it could not open its own /proc/self/fd
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.setsid()  # a signal to its process group reaches nothing else

@@ -23,8 +23,8 @@ SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the pro
 READ_BYTES: Final = 1 << 16
 LENGTH_BYTES: Final = 8
 MORE_OUTPUT_BYTES: Final = 1 << 20
-OWN_SHARE: Final = 0.9  # of its time limit; a program that was given less of it is not judged
-LOOK_S: Final = 1.0  # to wait for a look of the launcher, which may itself wait for a core
+WALL_TIMES: Final = 5  # times its limit; a program that was not given its limit in this time is not judged
+LOOK_S: Final = 0.02  # between two looks at its own time, at least
 KILLED: Final = "the sandbox of a program was killed"
 NOT_ISOLATED: Final = "this machine cannot isolate a program"
 
@@ -60,7 +60,7 @@ def run_program(
     function: str | None = None,
     calls: Sequence[Sequence[Any]] = (),
     checks: tuple[str, str] | None = None,
-    wall_s: float = 8.0,
+    limit_s: float = 8.0,
     max_output_bytes: int = MORE_OUTPUT_BYTES,
     limits: Limits = LIMITS,
 ) -> Ran:
@@ -72,24 +72,25 @@ def run_program(
         function: called after the program has run; its values are the output, a line of JSON each.
         calls: arguments of each call; JSON values.
         checks: code that runs after the program, in its names, and what is the output if it raises nothing.
-        wall_s: seconds after which it is killed, from the time the sandbox stands.
+        limit_s: seconds of its own, in which it ran, slept or read, after which it is killed. After WALL_TIMES as many
+            by the clock the machine was too busy.
         max_output_bytes: it is killed when it writes more.
         limits: of the program.
 
     Raises:
-        SandboxError: this machine cannot isolate it, and nothing ran; something else killed the sandbox; or it was
-            killed after `wall_s`, of which it waited for a core for more than a tenth.
+        SandboxError: this machine cannot isolate it, and nothing ran; something else killed the sandbox; or this
+            machine was too busy to give it `limit_s`.
     """
     order = _order(program, limits, function=function, calls=calls, checks=checks)
     with _launched(order, given) as (process, reading, own_time):
-        ran = _read(process, _Clock(own_time, wall_s), max_output_bytes)
+        ran = _read(process, _Clock(own_time, limit_s), max_output_bytes)
         if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
             raise SandboxError(KILLED)
         return ran
 
 
 def run_inputs(
-    program: str, inputs: Sequence[tuple[str, int]], *, wall_s: float = 8.0, limits: Limits = LIMITS
+    program: str, inputs: Sequence[tuple[str, int]], *, limit_s: float = 8.0, limits: Limits = LIMITS
 ) -> Generator[Ran]:
     """Run a Python program once for each input, in a sandbox of its own each time, and yield how it ended.
 
@@ -98,7 +99,7 @@ def run_inputs(
     Args:
         program: its source.
         inputs: what it reads from standard input, and the bytes of output after which it is killed.
-        wall_s: seconds after which it is killed, for all inputs, from the time the first sandbox stands.
+        limit_s: as in `run_program`, for all inputs together.
         limits: of each run.
 
     Yields:
@@ -109,7 +110,7 @@ def run_inputs(
     """
     order = _order(program, limits, inputs=inputs)
     with _launched(order, b"") as (process, reading, own_time):
-        received, clock = bytearray(), _Clock(own_time, wall_s)
+        received, clock = bytearray(), _Clock(own_time, limit_s)
         for _ in inputs:
             ran = _next_run(process, received, clock)
             if ran is None or ran.code != 0:
@@ -163,9 +164,7 @@ def _next_run(process: subprocess.Popen[bytes], received: bytearray, clock: "_Cl
     """The next run that the launcher reports; None if the launcher has ended."""
     assert process.stdout is not None
     while (ran := _taken(received)) is None:
-        left_s = clock.left_s()
-        if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            clock.check_not_starved()
+        if not clock.waits_for(process.stdout.fileno()):
             return Ran(-1, b"")
         read = os.read(process.stdout.fileno(), READ_BYTES)
         if not read:
@@ -222,59 +221,51 @@ def _await_sandbox(reading: int) -> None:
 def _read(process: subprocess.Popen[bytes], clock: "_Clock", max_bytes: int) -> Ran:
     assert process.stdout is not None
     output = bytearray()
-    while True:
-        left_s = clock.left_s()
-        if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            clock.check_not_starved()
-            break
+    while clock.waits_for(process.stdout.fileno()):
         read = os.read(process.stdout.fileno(), READ_BYTES)
         output += read
         if len(output) > max_bytes:
             break
         if not read:
-            with suppress(subprocess.TimeoutExpired):
-                return Ran(process.wait(max(0.0, clock.left_s())), bytes(output))
-            break
+            return Ran(process.wait(), bytes(output)) if _ends(process, clock) else Ran(-1, bytes(output))
     return Ran(-1, bytes(output[:max_bytes]))
 
 
+def _ends(process: subprocess.Popen[bytes], clock: "_Clock") -> bool:
+    """Wait for the end of a launcher whose program has closed its output; False: its time was used up first."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        return clock.waits_for(ended)
+    finally:
+        os.close(ended)
+
+
 class _Clock:
-    """The time of a launcher's programs: when it ends, and how much of it was their own."""
+    """The time of a launcher's programs. It judges them by their own time, and the machine by the clock."""
 
-    def __init__(self, own_time: mmap.mmap, wall_s: float) -> None:
+    def __init__(self, own_time: mmap.mmap, limit_s: float) -> None:
         self._own_time = own_time
-        self._wall_s = wall_s
-        self._deadline = time.monotonic() + wall_s
+        self._limit_s = limit_s
+        self._wall_s = WALL_TIMES * limit_s
+        self._deadline = time.monotonic() + self._wall_s
 
-    def left_s(self) -> float:
-        return self._deadline - time.monotonic()
+    def waits_for(self, reading: int) -> bool:
+        """Wait until a file can be read; False: the programs have used their time up.
 
-    def check_not_starved(self) -> None:
-        own_s = self._own_s()
-        if is_starved(own_s, self._wall_s):
-            raise SandboxError(
-                f"this machine was too busy: of {self._wall_s:g} s, a program ran or slept for {own_s:.3g} s"
-            )
-
-    def _own_s(self) -> float:
-        """Own time of the programs, of a look after the time limit. Without a program there is no such look."""
-        until = time.monotonic() + LOOK_S
+        Raises:
+            SandboxError: they have not, and this machine had WALL_TIMES as much time.
+        """
         while True:
-            own_ns, looked_ns = struct.unpack("=qq", self._own_time[:])
-            own_s, looked_s = own_ns / 1e9, looked_ns / 1e9
-            if looked_s >= self._deadline or not is_starved(own_s, self._wall_s) or time.monotonic() >= until:
-                return own_s
-            time.sleep(LOOK_S / 100)
-
-
-def is_starved(own_s: float, wall_s: float) -> bool:
-    """Whether a program at its time limit waited for a core for more than a tenth of the time.
-
-    Args:
-        own_s: how long it ran or waited by itself.
-        wall_s: the limit.
-    """
-    return own_s < wall_s * OWN_SHARE
+            own_s = struct.unpack("=qq", self._own_time[:])[0] / 1e9
+            left_s, wall_left_s = self._limit_s - own_s, self._deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            if wall_left_s <= 0:
+                raise SandboxError(
+                    f"this machine was too busy: in {self._wall_s:g} s, a program ran or slept for {own_s:.3g} s"
+                )
+            if select.select([reading], [], [], max(LOOK_S, min(left_s, wall_left_s)))[0]:
+                return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from actors.reward.graders.thoughts import after_thought
+from actors.reward.graders.responses import after_thought
 from actors.reward.samples import GradedSample
 
 WORKER: Final = Path(__file__).with_name("worker.py")
@@ -46,6 +46,7 @@ class Gym:
         python: str | Path = sys.executable,
         ask: str = ASK,
         timeout_s: float = 10.0,
+        exact: bool = False,
     ) -> None:
         """Name the tasks.
 
@@ -56,6 +57,8 @@ class Gym:
             python: Interpreter that has reasoning-gym.
             ask: Text after each question. Without it the whole answer is scored, not the part between the tags.
             timeout_s: Seconds that making or scoring one task may take, without the import of reasoning-gym.
+            exact: Whether only the full score of a task counts, as 1. By default each part of it does: more than half
+                of the tasks give a wrong answer a part because it contains the label.
 
         Raises:
             ValueError: there is no task, or a weight is not positive.
@@ -67,6 +70,7 @@ class Gym:
         self._seed = seed
         self._ask = ask
         self._timeout_s = timeout_s
+        self._exact = exact
         self._worker = _Worker(str(python))
         self._worker.begin()
 
@@ -80,13 +84,17 @@ class Gym:
         return {"input": text, "label": made["answer"], "metadata": {"task": task, "seed": seed}}
 
     def grade(self, sample: GradedSample) -> float:
-        """Score a response by the task's own rule, mostly 0 or 1. Only what follows the last `</think>` counts."""
+        """Score a response by the task's own rule, from 0 to 1. Only what follows the last `</think>` counts.
+
+        A wrong answer that contains the label earns a part in more than half of the tasks, but not with `exact`.
+        """
         task, seed = sample.metadata["task"], sample.metadata["seed"]
         said = after_thought(sample.response)
         tagged = _ANSWER.findall(said)
         if not tagged and self._ask:
             return 0.0
-        return float(self._request(task, seed, answer=(tagged[-1] if tagged else said).strip())["score"])
+        score = float(self._request(task, seed, answer=(tagged[-1] if tagged else said).strip())["score"])
+        return float(score >= 1) if self._exact else score
 
     def close(self) -> None:
         """End the process. The next call starts another."""

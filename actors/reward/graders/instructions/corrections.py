@@ -75,7 +75,7 @@ def _conjunctions(arguments: Arguments, text: str) -> bool:
 
 def _person_names(arguments: Arguments, text: str) -> bool:
     """Package: Leo is found in Leonardo."""
-    checker = checker_of("ifbench", "count:person_names", arguments)
+    checker = checker_of("count:person_names", arguments)
     listed = _NAMES.search(checker.build_description(**arguments))
     names = listed[1].split(", ") if listed is not None else []
     return sum(bool(re.search(rf"\b{name}\b", text)) for name in names) >= arguments["N"]
@@ -110,7 +110,7 @@ def _options(arguments: Arguments, text: str) -> bool:
 
 def _different_words(arguments: Arguments, text: str) -> bool:
     """Package: whether the words differ is not checked."""
-    if not checker_of("ifbench", "ratio:sentence_words", arguments).check_following(text):
+    if not checker_of("ratio:sentence_words", arguments).check_following(text):
         return False
     used = [{word.lower() for word in words_in(sentence)} for sentence in sentences_in(text)]
     return not (used[0] & used[1] or used[0] & used[2] or used[1] & used[2])
@@ -233,13 +233,13 @@ def _african_countries(arguments: Arguments, text: str) -> bool:
     """Package: any 52 lines in falling order pass if the first names Zimbabwe."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     named = sum(re.search(rf"\b{word}\b", plain) is not None for word in _AFRICA)
-    checker = checker_of("ifbench", "custom:reverse_newline", arguments)
+    checker = checker_of("custom:reverse_newline", arguments)
     return named >= len(_AFRICA) - 2 and bool(checker.check_following(text))
 
 
 def _words_reversed(arguments: Arguments, text: str) -> bool:
     """Package: "It is the eagle bald" passes, and a second sentence."""
-    is_right = checker_of("ifbench", "custom:word_reverse", arguments).check_following(text)
+    is_right = checker_of("custom:word_reverse", arguments).check_following(text)
     return bool(is_right) and not re.search(r"(?i)\bthe\W+eagle\W+bald|[a-z]{2}[.!?]\s+\w", text)
 
 
@@ -252,7 +252,7 @@ def _by_ascii(rule: str) -> Callable[[Arguments, str], bool]:
     """Package: a dash between words is a word, and the quotation mark or apostrophe of a word is one of its letters."""
 
     def check(arguments: Arguments, text: str) -> bool:
-        return bool(checker_of("ifbench", rule, arguments).check_following(text.translate(_ASCII_SIGNS)))
+        return bool(checker_of(rule, arguments).check_following(text.translate(_ASCII_SIGNS)))
 
     return check
 
@@ -277,7 +277,7 @@ def _explained_quotes(arguments: Arguments, text: str) -> bool:
     """Package: a comma between two quotations is an explanation."""
     parts = text.translate(_ASCII_SIGNS).split('"')
     if len(parts) % 2 == 0:  # inches, or a quotation without an end
-        return bool(checker_of("ifbench", "format:quote_unquote", arguments).check_following(text))
+        return bool(checker_of("format:quote_unquote", arguments).check_following(text))
     return all(any(char.isalpha() for char in part) for part in parts[2::2])
 
 
@@ -319,7 +319,7 @@ def _questions(_: Arguments, text: str) -> bool:
 def _special_csv(arguments: Arguments, text: str) -> bool:
     """Package: the rows after the one with the special character may have any number of fields."""
     rows = list(csv.reader(io.StringIO(text)))
-    is_right = checker_of("ifbench", "custom:csv_special_character", arguments).check_following(text)
+    is_right = checker_of("custom:csv_special_character", arguments).check_following(text)
     return bool(is_right) and all(len(row) == 5 for row in rows)
 
 

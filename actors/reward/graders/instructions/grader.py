@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 
 from actors.reward.graders.instructions.corrections import CORRECTED, OWN_ARGUMENTS, check_types
-from actors.reward.graders.instructions.package import RuleError, checker_of, missing_data, rules_of
-from actors.reward.graders.thoughts import after_thought
+from actors.reward.graders.instructions.package import RuleError, checker_of, missing_data, rules
+from actors.reward.graders.responses import after_thought
 
 IDS: Final = "instruction_id_list"
 _POSITIONS: Final = {
@@ -28,7 +28,7 @@ class Row(msgspec.Struct):
 
 
 def ifeval(response: str, label: Any = None, metadata: Metadata = None) -> float:
-    """Check whether a response follows every instruction of its row, by the 25 rules of IFEval, strictly.
+    """Check whether a response follows every instruction of its row, by the rules of IFEval and IFBench, strictly.
 
     Args:
         response: The whole response. Only what follows the last `</think>` counts.
@@ -48,14 +48,16 @@ def ifeval(response: str, label: Any = None, metadata: Metadata = None) -> float
         Nothing is downloaded. A response that a rule of the package fails on scores 0.
 
     Source:
-        IFEval (arXiv 2311.07911), with the checks of the package if-verifiable 0.1.2. docs/train/instructions.md lists
-        the rules that it checks wrongly and this grader does not.
+        IFEval (arXiv 2311.07911), 25 rules, and IFBench (arXiv 2507.02833), 58, with the checks of the package
+        if-verifiable 0.1.2. docs/reference/instructions.md lists rules that it checks wrongly and this does not.
     """
-    return _score("ifeval", response, label, metadata)
+    checks = checks_of(label, metadata)
+    said = after_thought(response).strip().replace("\r\n", "\n")
+    return float(bool(said) and all(_follows(check, said) for check in checks))
 
 
 def ifbench(response: str, label: Any = None, metadata: Metadata = None) -> float:
-    """Check whether a response follows every instruction of its row, by the 58 rules of IFBench, strictly.
+    """Check whether a response follows every instruction of its row, by the rules of IFBench and IFEval, strictly.
 
     Args:
         response: The whole response. Only what follows the last `</think>` counts.
@@ -73,19 +75,12 @@ def ifbench(response: str, label: Any = None, metadata: Metadata = None) -> floa
         As `ifeval`.
 
     Source:
-        IFBench (arXiv 2507.02833), with the checks of the package if-verifiable 0.1.2; slime's `ifbench`, which clones
-        a repository when it is imported and does not leave out thoughts.
+        As `ifeval`; slime's `ifbench`, which clones a repository when it is imported and does not leave out thoughts.
     """
-    return _score("ifbench", response, label, metadata)
+    return ifeval(response, label, metadata)
 
 
-def _score(benchmark: str, response: str, label: Any, metadata: Metadata) -> float:
-    checks = checks_of(benchmark, label, metadata)
-    said = after_thought(response).strip().replace("\r\n", "\n")
-    return float(bool(said) and all(_follows(check, said) for check in checks))
-
-
-def checks_of(benchmark: str, label: Any, metadata: Metadata) -> list[Callable[[str], bool]]:
+def checks_of(label: Any, metadata: Metadata) -> list[Callable[[str], bool]]:
     """The checks of the rules that a row names.
 
     Raises:
@@ -95,21 +90,18 @@ def checks_of(benchmark: str, label: Any, metadata: Metadata) -> list[Callable[[
     try:
         row = msgspec.convert(given, Row)
     except msgspec.ValidationError as error:
-        raise RuleError(
-            f"the row's metadata must name the rules of {benchmark} and their arguments: {error}"
-        ) from error
+        raise RuleError(f"the row's metadata must name rules and their arguments: {error}") from error
     arguments = row.kwargs if row.kwargs is not None else [None] * len(row.instruction_id_list)
     if len(arguments) != len(row.instruction_id_list):
         raise RuleError(f"kwargs has {len(arguments)} objects for {len(row.instruction_id_list)} rules")
-    return [_check_of(benchmark, *pair) for pair in zip(row.instruction_id_list, arguments, strict=True)]
+    return [_check_of(*pair) for pair in zip(row.instruction_id_list, arguments, strict=True)]
 
 
-def _check_of(benchmark: str, rule: str, given: dict[str, Any] | None) -> Callable[[str], bool]:
-    rules = rules_of(benchmark)
-    if rule not in rules:
-        close = get_close_matches(rule, rules, n=1)
+def _check_of(rule: str, given: dict[str, Any] | None) -> Callable[[str], bool]:
+    if rule not in rules():
+        close = get_close_matches(rule, rules(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RuleError(f"{benchmark} has no rule {rule!r}{hint}")
+        raise RuleError(f"IFEval and IFBench have no rule {rule!r}{hint}")
     arguments = {name: _whole(value) for name, value in (given or {}).items() if value is not None}
     check = OWN_ARGUMENTS.get(rule)
     try:
@@ -124,7 +116,7 @@ def _check_of(benchmark: str, rule: str, given: dict[str, Any] | None) -> Callab
     for name in _POSITIONS.get(rule, ()):
         if not isinstance(arguments.get(name), int) or arguments[name] < 1:
             raise RuleError(f"the rule {rule!r} needs {name}, a whole number of at least 1")
-    checker = checker_of(benchmark, rule, arguments)
+    checker = checker_of(rule, arguments)
     if absent := missing_data(rule):
         names = " and ".join(absent)
         raise RuleError(f"the rule {rule!r} needs NLTK's data {names}; set reward.nltk_data to a folder that has it")

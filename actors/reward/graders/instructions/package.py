@@ -36,16 +36,19 @@ class _NoDraw:
 
 
 @functools.cache
-def rules_of(benchmark: str) -> Mapping[str, type[Any]]:
-    """Import the rules of "ifeval" or "ifbench": the class that checks each, by the rule's name."""
+def rules() -> Mapping[str, type[Any]]:
+    """Import the rules of all benchmarks, which have no name in common: the class that checks each, by its name."""
+    found: dict[str, type[Any]] = {}
     with _without_its_top_level():
-        registry = importlib.import_module(f"{NAME}.{benchmark}.instructions_registry")
-        for module in ("instructions", "instructions_util"):
-            part: Any = importlib.import_module(f"{NAME}.{benchmark}.{module}")
-            part.random = _NoDraw()
+        for benchmark in BENCHMARKS:
+            registry = importlib.import_module(f"{NAME}.{benchmark}.instructions_registry")
+            for module in ("instructions", "instructions_util"):
+                part: Any = importlib.import_module(f"{NAME}.{benchmark}.{module}")
+                part.random = _NoDraw()
+            found |= cast("Mapping[str, type[Any]]", registry.INSTRUCTION_DICT)
     detector = importlib.import_module("langdetect").DetectorFactory
     detector.seed = 0  # otherwise the same text may be found to be in another language the next time
-    return cast("Mapping[str, type[Any]]", registry.INSTRUCTION_DICT)
+    return found
 
 
 def _no_download(*_: object, **__: object) -> bool:
@@ -73,13 +76,13 @@ def _without_its_top_level() -> Generator[None]:
             del sys.modules[NAME]  # a function of the user gets the whole package
 
 
-def checker_of(benchmark: str, rule: str, arguments: Mapping[str, Any]) -> Any:
+def checker_of(rule: str, arguments: Mapping[str, Any]) -> Any:
     """Build the package's checker of a rule.
 
     Raises:
         RuleError: the arguments do not fit the rule.
     """
-    checker = rules_of(benchmark)[rule](rule)
+    checker = rules()[rule](rule)
     try:
         checker.build_description(**arguments)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -89,14 +92,14 @@ def checker_of(benchmark: str, rule: str, arguments: Mapping[str, Any]) -> Any:
 
 def sentences_in(text: str) -> list[str]:
     """Split a text into sentences, as the rules of IFBench do."""
-    rules_of("ifbench")
+    rules()
     utilities = sys.modules[f"{NAME}.ifbench.instructions_util"]
     return [sentence for sentence in utilities.split_into_sentences(text) if sentence]
 
 
 def language_of(text: str) -> str | None:
     """The language of a text by its ISO 639-1 code; None if the text has no words."""
-    rules_of("ifeval")
+    rules()
     langdetect = sys.modules["langdetect"]
     try:
         return langdetect.detect(text)

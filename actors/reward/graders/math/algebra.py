@@ -32,6 +32,8 @@ _DEGREES: Final = re.compile(
 _TO_COMPUTE: Final = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")
 _INDEX: Final = re.compile(r"\\(?:sum|prod)_\{ ?i ?=")
 _LETTER_I: Final = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_WORD: Final = re.compile(r"\\[A-Za-z]+")
+_LETTER: Final = re.compile("[A-Za-z]")
 MAX_FACTORIAL: Final = 100
 
 
@@ -98,7 +100,16 @@ def symbolically_equal(response: str, label: str) -> bool:
     equal = library.verify(
         theirs, ours, float_rounding=30, numeric_precision=50, allow_set_relation_comp=True, timeout_seconds=None
     )
-    return bool(equal) and not _differ_by_little(ours[0], theirs[0])
+    if not equal or _differ_by_little(ours[0], theirs[0]):
+        return False
+    # 9h0 and 10h0 are 0 as products
+    return not (
+        _is_zero(theirs[0]) and _LETTER.search(_WORD.sub("", response)) and _LETTER.search(_WORD.sub("", label))
+    )
+
+
+def _is_zero(expression: Any) -> bool:
+    return bool(hasattr(expression, "doit") and expression.doit() == 0)
 
 
 def _differ_by_little(ours: Any, theirs: Any) -> bool:

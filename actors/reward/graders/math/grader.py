@@ -2,9 +2,10 @@ r"""The graders `math` and `deepscaler`: whether the content of the last box equ
 
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Final, TypeVar, cast
 
-from actors.reward.graders.boxed import FBOX, last_boxed
+from actors.reward.graders.boxed import FBOX, last_boxed, stated
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.algebra import TimeIsUp, cpu_limit, symbolically_equal
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
@@ -18,10 +19,11 @@ from actors.reward.graders.math.latex import (
     without_text_commands,
     words,
 )
-from actors.reward.graders.math.notations import by_base, by_ratio, by_time
+from actors.reward.graders.math.notations import by_base, by_terms, by_time, is_no_product
 from actors.reward.graders.math.readings import EQUALS, LIST, other_readings
 from actors.reward.graders.math.sets import CAP, Piece, connective, pieces, says_set
-from actors.reward.graders.math.units import Quantity, glued, quantity
+from actors.reward.graders.math.units import Quantity, conversion, glued, quantity
+from actors.reward.graders.responses import visible, without_turn_end
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ _DROPPED: Final = re.compile(
 _CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
 _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
 _PLUS_MINUS: Final = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_AFTER_NUMBER: Final = re.compile(r"\d ?\\(?:pm|mp)(?![A-Za-z])")
 _RESIDUE: Final = re.compile(r"(?:[A-Za-z] ?\\equiv ?)?([^=]*?) ?\\pmod ?\{?\w+\}?")
 _FOR_ALL: Final = re.compile(r",? ?(?:\\text ?\{[ ,]*)?(?<![A-Za-z])(?:for (?:all|any|every|each)|where)(?![A-Za-z]).*")
 _ANGLE: Final = re.compile(r"(\\angle ?[A-Z])([A-Z])([A-Z])")
@@ -67,33 +70,37 @@ def math(response: str, label: Label) -> float:
     r"""Compare the content of the last closed \boxed{...} (or \fbox{...}) of the response with the label by value.
 
     Numbers are compared exactly: 2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million =
-    2000000, 0.333... = 1/3. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as
-    text, lists and unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is
-    A. x=1, y=2 is (1,2). 7 ft 6 in is 7.5 ft. 0,5 is 0.5 if the label is 0.5. An inequality is its interval, 3:1 is
-    6:2, 1010_2 is 10, "three" is 3, "no solution" the empty set. An equation equals a value if its sides do, but for a
-    name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One value said twice (2/5 or 40\%) is that value. A sentence
-    before the answer such as "The value of n is" or "Total:" does not count. 5cm is 5 \text{ cm}, but 5m is 5 only
-    beside a label in m. All else is compared by algebra (math-verify, extra `math`).
+    2000000, 0.333... = 1/3. 50\% equals both 50 and 0.5. Units must be of one quantity where both have one: 1 hour is
+    60 minutes. Words are compared as text, lists and unions in any order, tuples, intervals and matrices by element. A
+    choice may have its text: (A) 5 is A. x=1, y=2 is (1,2). 7 ft 6 in is 7.5 ft. 0,5 is 0.5 if the label is 0.5. An
+    inequality is its interval, 1010_2 is 10, "forty-two" is 42, "no solution" the empty set. Two times of day (9:30)
+    are equal only as times; a to b, a-b and a text with a term 0 only term by term; other texts with a colon are
+    ratios: 3:1 is 6:2. An equation equals a value if its sides do, but for a name: m+n=5 and a/b=5 are 5, 8=5 and xy=5
+    are not. One value said twice (2/5 or 40\%) is that value. A sentence before the answer such as "The value of n is"
+    or "Total:" does not count. 5cm is 5 \text{ cm}, but 5m is 5 only beside a label in m. All else is compared by
+    algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
-        label: The right answer, boxed or not; a number is taken as its text.
+        label: The right answer, boxed, after "####" or alone; a number is taken as its text.
 
     Returns:
         1.0 if they are equal, else 0.0.
 
     Edges:
-        A response without a box scores 0, as do an empty box, a box that is not closed, and an empty label or none. The
-        last of several boxes counts, and the inner one of nested ones. Answers of over 5,000 characters equal the same
-        text alone, and so does an expression too large to compute (9**9**9**9); x^{2020}+1 is not. An approximation,
-        as in \pi \approx 3.14, is read only if it rounds the value before it. A comparison that takes over 5 s of CPU
-        time scores 0; outside of a main thread, where no signal arrives, it has no such limit. Never raises.
+        A response without a box scores 0, as do an empty box, a last box that is not closed, an empty label and none.
+        The last of several boxes counts, and the inner one of nested ones; \boxed 42 is a box too. Characters without a
+        width do not count. Where two readings of a text disagree, it is not equal: 10:20 as a label is a time. Answers
+        of over 5,000 characters equal the same text alone, and so does an expression too large to compute (9**9**9**9);
+        x^{2020}+1 is not. An approximation, as in \pi \approx 3.14, is read only if it rounds the value before it. A
+        comparison that takes over 5 s of CPU time scores 0; outside of a main thread, where no signal arrives, it has
+        no such limit. Never raises.
 
     Source:
         slime's and verl's `math` and `deepscaler`; docs/reference/from-slime.md lists where they err.
     """
-    truth = _truth(text_of(label))
-    answer = last_boxed(FBOX.sub(r"\\boxed", response))
+    truth = stated(visible(text_of(label)))
+    answer = last_boxed(FBOX.sub(r"\\boxed", visible(without_turn_end(response))))
     if answer is None or not normal(truth):
         return 0.0
     try:
@@ -131,12 +138,7 @@ def deepscaler(response: str, label: Label | Sequence[Label]) -> float:
 
 def has_answer(label: str) -> bool:
     """Whether a label has an answer to compare with, in its box if it has one."""
-    return bool(normal(_truth(label)))
-
-
-def _truth(label: str) -> str:
-    in_box = last_boxed(label)
-    return label if in_box is None else in_box
+    return bool(normal(stated(visible(label))))
 
 
 def equal_answers(response: str, label: str) -> bool:
@@ -161,7 +163,7 @@ def _equal(ours: str, theirs: str) -> bool:
         return False
     ours, theirs = called(ours), called(theirs)
     rules: tuple[Callable[[str, str], bool | None], ...] = (
-        _by_pieces, _by_assignment, by_base, by_time, by_ratio, _by_text, _by_quantity, _by_matrix, _by_union,
+        _by_pieces, _by_assignment, by_base, by_time, by_terms, _by_text, _by_quantity, _by_matrix, _by_union,
         _by_bracket, _by_list, _by_sign,
     )  # fmt: skip
     try:
@@ -173,7 +175,7 @@ def _equal(ours: str, theirs: str) -> bool:
         return False
     if ours.count("'") != theirs.count("'") or _SPACED.fullmatch(ours) or _SPACED.fullmatch(theirs):
         return False  # x' is not x; 1 2 is neither 12 nor the mixed number that math-verify reads
-    if _swapped(ours, theirs):
+    if _swapped(ours, theirs) or is_no_product(ours) or is_no_product(theirs):
         return False
     if r"\ldots" in ours or r"\ldots" in theirs or _CAPITAL.findall(ours) != _CAPITAL.findall(theirs):
         return False  # math-verify drops the dots, and takes \Pi for \pi
@@ -275,16 +277,17 @@ def _is_words(text: str) -> bool:
 def _by_quantity(ours: str, theirs: str) -> bool | None:
     """Compare numbers exactly, with their units; None if either is not a number."""
     left, right = quantity(ours), quantity(theirs)
-    values = exact_value(left.number), exact_value(right.number)
+    values = exact_value(called(left.number)), exact_value(called(right.number))
     if (values[0] is None) != (values[1] is None):
         left, right = (glued(ours, right), right) if values[0] is None else (left, glued(theirs, left))
         values = exact_value(left.number), exact_value(right.number)
     if values[0] is None or values[1] is None:
         return _by_unit(left, right, ours, theirs)
-    if left.unit and right.unit and left.unit != right.unit:
+    ratio = conversion(left.unit, right.unit) if left.unit and right.unit else Fraction(1)
+    if ratio is None or (ratio != 1 and (left.percent or right.percent)):
         return False
     if left.percent == right.percent:
-        return values[0] == values[1]
+        return values[0] * ratio == values[1]
     if (right if left.percent else left).unit:
         return False
     percent, plain = (values[0], values[1]) if left.percent else (values[1], values[0])
@@ -292,11 +295,14 @@ def _by_quantity(ours: str, theirs: str) -> bool | None:
 
 
 def _by_unit(left: Quantity, right: Quantity, ours: str, theirs: str) -> bool | None:
-    r"""Expressions with units, such as 2\pi cm: units must be equal, and are then dropped."""
+    r"""Expressions with units, such as 2\pi cm: units must be of one quantity, and are then dropped."""
     if (not left.unit and not right.unit) or (left.number == ours and right.number == theirs):
         return None
-    if left.unit and right.unit and left.unit != right.unit:
+    ratio = conversion(left.unit, right.unit) if left.unit and right.unit else Fraction(1)
+    if ratio is None:
         return False
+    if ratio != 1:
+        return _equal(rf"({left.number})\cdot({ratio})", right.number)
     for angle, other in ((left, right), (right, left)):
         if angle.unit == "degree" and not other.unit and r"\pi" in other.number:
             return _equal(angle.number + _RADIANS, other.number)
@@ -449,7 +455,9 @@ def _expanded(parts: list[str]) -> list[str]:
     for part in parts:
         signs = _PLUS_MINUS.findall(part)
         if len(signs) == 1:
-            found += [_PLUS_MINUS.sub(sign, part) for sign in "+-"]
+            # 3 + -2, since 3 - 2 as a label is a score
+            minus = "+-" if _AFTER_NUMBER.search(part) else "-"
+            found += [_PLUS_MINUS.sub(sign, part) for sign in ("+", minus)]
         else:
             found.append(part)
     return found

@@ -154,7 +154,7 @@ def normal(text: str, *, joined: bool = True) -> str:
         text = re.sub(r"\\! ?", "", _ROW_SPACE.sub(r"\\\\", text))
     if joined or not _JOINED.search(text):
         text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    text = _without_markup(text).replace("{,}", ",").replace("**", "^")
+    text = _without_markup(text).replace("{,}", ",").replace("{:}", ":").replace("**", "^")
     text = _SPACES.sub(" ", _REMOVED.sub("", text))
     text = _COMMAND.sub(_renamed, text)
     for needed, pattern, replacement in _FORMS:
@@ -234,9 +234,17 @@ def balanced(text: str) -> bool:
 
 
 NUMBERS: Final = {
-    "zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
-    "ten": 10, "eleven": 11, "twelve": 12, "sixteen": 16, "twenty": 20,
+    word: value for value, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+        " seventeen eighteen nineteen".split()
+    )
+} | {
+    word: value
+    for value, word in zip(
+        range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety".split(), strict=True
+    )
 }  # fmt: skip
+_SCALES: Final = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _CALLED: Final = (
     (
         re.compile(r"(?:there (?:is|are) )?no (?:real |such )?(?:solutions?|roots?)|(?:the )?empty set|none"),
@@ -258,11 +266,50 @@ def called(text: str) -> str:
     if not (text.startswith((r"\text", r"\mathrm", r"\mbox")) or text[:1].isalpha()) or len(text) > 60:
         return text
     plain = words(text)
-    if plain in NUMBERS:
-        return str(NUMBERS[plain])
+    if (number := _number_in_words(plain)) is not None:
+        return str(number)
     if excepted := _ALL_BUT.fullmatch(plain):
         return rf"\mathbb{{R}}\setminus\{{{excepted[1]}\}}"
     return next((sign for pattern, sign in _CALLED if pattern.fullmatch(plain)), text)
+
+
+def _number_in_words(text: str) -> int | None:
+    """Value of forty-two, one hundred and five, negative seven; None for another text, such as one two."""
+    sign = -1 if text.startswith(("negative ", "minus ")) else 1
+    tokens = re.split("[ -]", text.partition(" ")[2] if sign < 0 else text)
+    total, scale = 0, 10**15
+    while tokens:
+        index = next((place for place, token in enumerate(tokens) if token in _SCALES), len(tokens))
+        part = _below_thousand(tokens[:index]) if index else 1  # "thousand" is one thousand
+        next_scale = _SCALES[tokens[index]] if index < len(tokens) else 1
+        if part is None or next_scale >= scale or (not index and total):
+            return None
+        total, scale, tokens = total + part * next_scale, next_scale, tokens[index + 1 :]
+        if tokens[:1] == ["and"]:
+            tokens = tokens[1:] or ["and"]
+    return sign * total
+
+
+def _below_thousand(tokens: list[str]) -> int | None:
+    """Value of words such as twelve hundred and five, up to 9,999; None for other words."""
+    if "hundred" in tokens:
+        index = tokens.index("hundred")
+        hundreds = _below_hundred(tokens[:index]) if index else 1
+        rest = tokens[index + 2 :] if tokens[index + 1 : index + 2] == ["and"] else tokens[index + 1 :]
+        number = _below_hundred(rest) if rest else 0
+        if not hundreds or hundreds % 10 == 0 or number is None or (not number and rest) or tokens[-1] == "and":
+            return None
+        return 100 * hundreds + number
+    return _below_hundred(tokens)
+
+
+def _below_hundred(tokens: list[str]) -> int | None:
+    values = [NUMBERS.get(token) for token in tokens]
+    if len(values) == 1:
+        return values[0]
+    if len(values) == 2 and values[0] in range(20, 100, 10) and values[1] in range(1, 10):
+        return sum(value for value in values if value)
+    return None
 
 
 def words(text: str) -> str:

@@ -1,14 +1,27 @@
-r"""Numbers of another base, times of day and ratios: 1010_2, 5:00 p.m., 3:1."""
+r"""Numbers of another base, times of day, scores, dates and ratios: 1010_2, 5:00 p.m., 5 to 0, 2020-01-02, 3:1."""
 
 import re
-from typing import Final
+from fractions import Fraction
+from typing import Final, NamedTuple
 
 from actors.reward.graders.math.arithmetic import exact_value
-from actors.reward.graders.math.latex import NUMBERS, split_top, without_text_commands
+from actors.reward.graders.math.latex import NUMBERS, balanced, split_top, without_text_commands
+from actors.reward.graders.math.units import Quantity, quantity
 
 _BASE: Final = re.compile(r"\(?(\d[\dA-Fa-f]*|[A-F][\dA-F]+)\)?(?:_\{? ?\(?(?:base )?(\w+)\)? ?\}?| ?\(?base (\w+)\)?)")
 _TIME: Final = re.compile(r"(\d{1,2})(?::(\d\d))? *(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
-_RATIO: Final = re.compile(r":| to |\\text\{ ?to ?\}")
+_CLOCK: Final = re.compile(r"\d{1,2} ?: ?[0-5]\d(?: ?: ?[0-5]\d)?")
+_HOURS: Final = re.compile(r"(\d{1,2}) ?h ?([0-5]\d)")  # 9h30
+_SIGNS: Final = re.compile(r":|\bto\b|\d ?[-h] ?\d|\d([./])\d+\1\d")
+_COLON: Final = re.compile(":")
+_TO: Final = re.compile(" to ")
+_PLAIN: Final = r"\d+(?:\.\d+)?(?: ?: ?\d+)*"
+_CHAIN: Final = re.compile(rf"{_PLAIN} ?- ?{_PLAIN}(?: ?- ?{_PLAIN})*|\d+(?P<point>[./])\d+(?:(?P=point)\d+)+")
+# What algebra would multiply: a time, a ratio with 0, and numbers with a word between them, such as 5 vs 0
+_NO_PRODUCT: Final = re.compile(
+    r"(?<![\d.])\d{1,2} ?: ?[0-5]\d(?!\d)|(?<![\d.])0+ ?: ?\d|\d ?: ?0+(?![\d.])| to "
+    r"|\d ?(?:[A-Za-z]{3,}|to|vs\.?|of|x) ?\d|\d[.]\d+[.]\d"
+)
 MAX_DIGITS: Final = 1_000  # of a number in another base
 
 
@@ -54,12 +67,88 @@ def by_time(ours: str, theirs: str) -> bool | None:
     return plain in (int(named[1]), int(named[1]) % 12 + 12 * (named[3].lower() == "p"))
 
 
-def by_ratio(ours: str, theirs: str) -> bool | None:
-    """3:1 equals 3 to 1 and 6:2."""
-    parts = split_top(ours, _RATIO), split_top(theirs, _RATIO)
-    if len(parts[0]) != len(parts[1]) or len(parts[0]) < 2:
+class _Series(NamedTuple):
+    """Terms of a text such as 3:1, 5 to 0, 10-15 or 1/2/2020."""
+
+    sign: str  # ":", "to", "-", "/" or "."
+    terms: list[str]
+    is_clock: bool = False
+
+
+def by_terms(ours: str, theirs: str) -> bool | None:
+    """Compare texts whose terms have an order: times 9:30, scores 5 to 0, ranges 10-15, dates 1/2/2020, ratios 3:1.
+
+    Two times are equal only as times. A ratio equals its multiples, unless it has a term 0. All else is compared term
+    by term. A label that is such a text equals no number: 5-3 as a label is a score, and as an answer to 2 arithmetic.
+    """
+    if not (_SIGNS.search(ours) or _SIGNS.search(theirs)):
         return None
-    left, right = ([value for part in each if (value := exact_value(part)) is not None] for each in parts)
-    if len(left) != len(right) or len(left) != len(parts[0]):
+    ours, theirs = (without_text_commands(text).strip() for text in (ours, theirs))
+    sides = quantity(ours), quantity(theirs)
+    left, right = _series(sides[0].number), _series(sides[1].number)
+    if left is None or right is None:
+        return _by_one_series(left, right, sides[1] if left else sides[0])
+    if sides[0].unit and sides[1].unit and sides[0].unit != sides[1].unit:
+        return False
+    if left.sign != right.sign and {left.sign, right.sign} not in ({":", "to"}, {"-", "to"}):
+        return False
+    if len(left.terms) != len(right.terms) or (right.is_clock and not left.is_clock):
+        return False
+    if left.sign == right.sign == ":" and not (left.is_clock and right.is_clock):
+        return _same_ratio(_values(left.terms), _values(right.terms))
+    return all(_same_term(*pair) for pair in zip(left.terms, right.terms, strict=True))
+
+
+def is_series(text: str) -> bool:
+    """Whether a text in the form of `latex.normal` is a time, a score, a range, a date or a ratio, and no number."""
+    return _SIGNS.search(text) is not None and _series(without_text_commands(text).strip()) is not None
+
+
+def is_no_product(text: str) -> bool:
+    """Whether a text is a time, a score or a count, which algebra would read as a product."""
+    return _NO_PRODUCT.search(text) is not None
+
+
+def _by_one_series(left: _Series | None, right: _Series | None, other: Quantity) -> bool | None:
+    """A ratio equals its quotient, 1:2 is 1/2, but no whole number; 5-3 and 8/2/2 are arithmetic as an answer only."""
+    found = left or right
+    if found is None or (left and left.sign in "-/"):
         return None
-    return any(left) and any(right) and all(a * right[0] == b * left[0] for a, b in zip(left, right, strict=True))
+    if found.sign != ":" or found.is_clock or 0 in _values(found.terms):
+        return False
+    value = exact_value(other.number)
+    return False if value is not None and value.denominator == 1 and not other.percent else None
+
+
+def _series(text: str) -> _Series | None:
+    """The terms of a text; None for a text that is no series of numbers."""
+    if hours := _HOURS.fullmatch(text):
+        return _Series(":", [hours[1], hours[2]], is_clock=True)
+    if chain := _CHAIN.fullmatch(text):
+        sign = chain["point"] or "-"
+        return _Series(sign, [term.strip() for term in text.split(sign)])
+    if text.startswith("(") and text.endswith(")") and balanced(text[1:-1]):
+        text = text[1:-1].strip()
+    for sign, pattern in (("to", _TO), (":", _COLON)):
+        terms = split_top(text, pattern)
+        if len(terms) > 1:
+            numbers = all(_CLOCK.fullmatch(term) or exact_value(term) is not None for term in terms)
+            return _Series(sign, terms, is_clock=_CLOCK.fullmatch(text) is not None) if numbers else None
+    return None
+
+
+def _values(terms: list[str]) -> list[Fraction]:
+    return [value for term in terms if (value := exact_value(term)) is not None]
+
+
+def _same_ratio(ours: list[Fraction], theirs: list[Fraction]) -> bool:
+    if 0 in ours or 0 in theirs:
+        return ours == theirs
+    return all(a * theirs[0] == b * ours[0] for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_term(ours: str, theirs: str) -> bool:
+    if ":" in ours and ":" in theirs:
+        return by_terms(ours, theirs) is True
+    value = exact_value(theirs)
+    return value is not None and exact_value(ours) == value

@@ -1,9 +1,10 @@
 r"""Splits an answer into a number and its unit: 5 feet, 5\text{ cm}^2, 45^\circ, \$5, 50\%."""
 
 import re
+from fractions import Fraction
 from typing import Final, NamedTuple
 
-from actors.reward.graders.math.latex import without_text_commands
+from actors.reward.graders.math.latex import NUMBERS, without_text_commands
 
 _SYNONYMS: Final = {
     "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
@@ -23,6 +24,9 @@ _SHORT: Final = frozenset(
 _NEITHER: Final = frozenset(
     {"and", "or", "to", "if", "for", "is", "mod", "million", "billion", "trillion", "thousand", "hundred", "dozen"}
     | {"not", "squared", "cubed", "plus", "minus", "over", "more", "less", "least", "most", "than", "factorial"}
+    | set(NUMBERS)
+    | {"half", "halve", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"}
+    | {"hundredth", "thousandth"}
     | {"pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "max", "infinity", "inf", "base"}
 )
 _UNIT_WORD: Final = re.compile(r"[A-Za-z]+")
@@ -41,11 +45,24 @@ _NO_UNIT: Final = re.compile("[以或和不非多余至约上下到]")  # "or", 
 _PRIMES: Final = re.compile(r"(?P<number>[\d.]+|\\frac\{\d+\}\{\d+\}) ?(?P<primes>'{1,2})")
 _MINUTES: Final = re.compile(r"([\d.]+) ?(?P<unit>\^\\circ|') ?([\d.]+)(?:'(?: ?([\d.]+)'')?|'')")
 _COMPOUND: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)\.?,? (?:and )?(\d+(?:\.\d+)?) ?([A-Za-z]+)\.?")
-_PARTS: Final = {
-    ("ft", "in"): 12, ("yd", "ft"): 3, ("h", "min"): 60, ("min", "s"): 60, ("day", "h"): 24, ("week", "day"): 7,
-    ("year", "month"): 12, ("lb", "oz"): 16, ("m", "cm"): 100, ("km", "m"): 1000, ("kg", "g"): 1000,
-    ("l", "ml"): 1000, ("$", "cent"): 100, ("degree", "min"): 60,
-}  # fmt: skip  # how many of the second unit make one of the first
+_SIZES: Final[dict[str, tuple[str, Fraction]]] = {  # units of one quantity, each in terms of one of them
+    unit: (base, Fraction(size))
+    for base, units in {
+        "m": {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": 1, "km": 1000},
+        "ft": {"in": "1/12", "ft": 1, "yd": 3, "mi": 5280},
+        "g": {"mg": "1/1000", "g": 1, "kg": 1000, "tonne": 10**6},
+        "lb": {"oz": "1/16", "lb": 1},
+        "s": {"ms": "1/1000", "s": 1, "min": 60, "h": 3600, "day": 86_400, "week": 604_800},
+        "month": {"month": 1, "year": 12, "decade": 120, "century": 1200},
+        "l": {"ml": "1/1000", "l": 1},
+        "gallon": {"pint": "1/8", "quart": "1/4", "gallon": 1},
+        "$": {"cent": "1/100", "$": 1},
+        "w": {"w": 1, "kw": 1000},
+    }.items()
+    for unit, size in units.items()
+}
+_FACTOR: Final = re.compile(r"(?P<slash>/?) ?(?P<name>[a-z]+|[$€£¥]|[一-鿿]+)(?:\^(?P<power>-?\d))?")
+MAX_FACTORS: Final = 10  # of a unit that is converted
 _TRIGONOMETRY: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
@@ -75,8 +92,9 @@ def quantity(text: str) -> Quantity:
     if text[:1].isdigit() or text.startswith("\\"):
         compound = _COMPOUND.fullmatch(_spaced(text))
         units = (unit_name(compound[2]), unit_name(compound[4])) if compound else ("", "")
-        if compound and units in _PARTS:
-            return Quantity(number=f"{compound[1]}+{compound[3]}/{_PARTS[units]}", unit=units[0])
+        parts = Fraction(60) if units == ("degree", "min") else conversion(*units)
+        if compound and parts is not None and parts > 1:
+            return Quantity(number=f"{compound[1]}+{compound[3]}/({parts})", unit=units[0])
     unit = ""
     if currency := _CURRENCY.match(text):
         text, unit = currency["sign"] + text[currency.end() :].strip(), currency["unit"]
@@ -97,6 +115,34 @@ def glued(text: str, other: Quantity) -> Quantity:
     if match is None or letters not in _SHORT or not (other.unit or len(letters) > 1):
         return Quantity(number=text, unit="")
     return Quantity(number=match[1], unit=unit_name(match[2]))
+
+
+def conversion(unit: str, other: str) -> Fraction | None:
+    """How many of the other unit make one: 60 for h and min, 10000 for m^2 and cm^2; None if they cannot."""
+    if unit == other:
+        return Fraction(1)
+    sizes = _size(unit), _size(other)
+    if sizes[0] is None or sizes[1] is None or sizes[0][1] != sizes[1][1]:
+        return None
+    return sizes[0][0] / sizes[1][0]
+
+
+def _size(unit: str) -> tuple[Fraction, dict[str, int]] | None:
+    """Size of a unit in powers of base units; None for one that is no product or quotient of names."""
+    text = unit.replace("mph", "mi/h").replace("kph", "km/h")
+    factors = [*_FACTOR.finditer(text)]
+    slashes = [index for index, factor in enumerate(factors) if factor["slash"]]
+    if not 0 < len(factors) <= MAX_FACTORS or "".join(factor[0] for factor in factors) != text:
+        return None
+    if slashes not in ([], [len(factors) - 1]):  # j/kg k may have k on either side
+        return None
+    size, powers = Fraction(1), dict[str, int]()
+    for factor in factors:
+        base, of_one = _SIZES.get(factor["name"], (factor["name"], Fraction(1)))
+        power = int(factor["power"] or 1) * (-1 if factor["slash"] else 1)
+        size *= of_one**power
+        powers[base] = powers.get(base, 0) + power
+    return size, powers
 
 
 def _spaced(text: str) -> str:
@@ -145,7 +191,7 @@ def _is_unit(text: str, number: str) -> bool:
         return False
     inside = _TEXT.sub(lambda match: f" {match[1]} ", text)
     found = [word.lower() for word in _UNIT_WORD.findall(inside.replace(r"^\circ", ""))]
-    if any(word in _NEITHER for word in found):
+    if any(word in _NEITHER or _singular(word) in _NEITHER for word in found):
         return False
     in_text = _TEXT.search(text) is not None
     return all(in_text or len(word) > 2 or word in _SHORT for word in found)

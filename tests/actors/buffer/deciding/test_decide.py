@@ -22,11 +22,12 @@ from messages import (
 )
 from runtime.ledger.changes import Batched
 from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage, fold
+from tests.support.ledger_log import check_that_a_restart_decides_the_same
 
 RUNS, ENDED, KEPT, POOLED, SPARE = Stage.IN_FLIGHT, Stage.COMPLETED, Stage.READY, Stage.POOLED, Stage.SPARE
 
 
-def ledger(*stages: Stage, **fields: int) -> LedgerState:
+def ledger(*stages: Stage, **fields: Any) -> LedgerState:
     """A ledger in round 0 under the first weights, with one group per stage, in order of issue."""
     groups = {
         number: Group(
@@ -404,3 +405,30 @@ def _decided(state: LedgerState, rules: Schedule, seq: int) -> list[Message]:
         made.append(decision)
         fold(state, decision, seq + len(made))
     return made
+
+
+CLOSED_KINDS: dict[str, tuple[Stage, dict[str, Any], dict[str, Any]]] = {
+    "spares": (SPARE, {}, {"keep_when_insufficient": True}),
+    "not chosen": (Stage.PASSED_OVER, {}, {}),
+    "surplus": (KEPT, {"round": 1}, {"on_surplus": "drop"}),
+    "stale": (KEPT, {"round": 5, "version_step": 5, "version_steps": {1: 0}}, {"max_token_staleness": 1}),
+    "halted": (POOLED, {}, {"on_halt": "drop"}),
+    "worn": (POOLED, {}, {"max_attempts": 1}),
+}
+
+
+@pytest.mark.parametrize(("stage", "fields", "settings"), CLOSED_KINDS.values(), ids=CLOSED_KINDS)
+def test_groups_are_closed_in_the_order_of_the_log(
+    stage: Stage, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """A restarted buffer has other indices, which follow the order of issue. Here the last group ended first."""
+    state, rules = ledger(*[stage] * 5, **fields), schedule(2, 2, **settings)
+    for group in state.groups.values():
+        group.event_seq, group.fruitless, group.oldest_version = 9 - group.group_id, 1, 1
+    for group in list(state.groups.values())[::-1]:
+        state.move(group, RUNS)
+        state.move(group, stage)
+    check_that_a_restart_decides_the_same(state, rules)
+    closed = decide(state, rules)
+    assert isinstance(closed, GroupsClosed)
+    assert closed.group_ids == (4, 3, 2, 1, 0)[: 3 if stage is SPARE else 5]

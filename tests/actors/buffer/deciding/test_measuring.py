@@ -98,7 +98,7 @@ async def test_an_evaluation_that_began_without_the_function_says_so() -> None:
 def test_what_a_message_cannot_hold_is_refused_as_it_is_shown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     samples = msgspec.msgpack.encode(samples_of(evaluation_of(log_of("s")), "s", PROMPTS))
-    answer = answering(f"eval.0.custom_metrics={tmp_path}/mine.py:shows")(samples)
+    answer = answering("eval.0.custom_metrics", f"{tmp_path}/mine.py:shows")(samples)
     with pytest.raises(MetricsError, match=r"its metric mean is 'range\(0, 3\)'; expected a finite number"):
         admitted(msgspec.msgpack.decode(answer))
 

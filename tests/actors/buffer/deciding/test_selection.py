@@ -166,7 +166,7 @@ def test_an_answer_is_read_where_the_function_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
 
     def answer(name: str) -> Chosen:
-        answers = answering(f"buffer_filter={tmp_path}/mine.py:{name}")(msgspec.msgpack.encode(POOL))
+        answers = answering("rollout.buffer_filter", f"{tmp_path}/mine.py:{name}")(msgspec.msgpack.encode(POOL))
         return msgspec.msgpack.decode(answers, type=Chosen)
 
     assert answer("longest").group_ids == (5, 4)

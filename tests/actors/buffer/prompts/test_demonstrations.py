@@ -287,7 +287,7 @@ def test_a_recipe_with_the_loss_of_sft_reads_demonstrations(tmp_path: Path) -> N
     topology = topology_with(
         model={"hf_checkpoint": str(MODEL)},
         data=[{"name": "d", "path": str(path), "input_key": "messages", "apply_chat_template": True}],
-        algorithm={"loss_type": "sft_loss"},
+        algorithm={"loss": {"type": "sft"}},
     )
     assert columns(load_prompts(topology).prompt(0))[2] == [1, 1, 1, 0, 0, 0, 1, 1]
     assert steps_per_epoch(topology) == 1
@@ -300,7 +300,7 @@ def test_a_function_may_make_demonstrations(tmp_path: Path) -> None:
     topology = topology_with(
         model={"hf_checkpoint": str(MODEL)},
         data=[{"name": "d", "source": f"{tmp_path}/mine.py:talk", "label_key": "label", "apply_chat_template": True}],
-        algorithm={"loss_type": "sft_loss"},
+        algorithm={"loss": {"type": "sft"}},
     )
     with closing(load_prompts(topology)) as prompts:
         made = prompts.prompt(8)

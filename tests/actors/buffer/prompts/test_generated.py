@@ -18,6 +18,8 @@ from actors.registry import hosted
 from messages import PromptsLoaded, RolloutRequested, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
+from runtime.functions.load import load
+from runtime.functions.table import SOURCE
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.tables.prompts import DataConfig
@@ -34,9 +36,8 @@ class InThisProcess(SourceProcess):
     """What the process of a function does, without the process."""
 
     def __init__(self, value: str) -> None:
-        hello = Hello(key="data.0.source", value=value, is_function=True)
-        super().__init__(SourceSettings(hello=hello, timeout_s=40))
-        self.source = Source(hello)
+        super().__init__(SourceSettings(key="data.0.source", value=value, timeout_s=40))
+        self.source = Source(load(SOURCE, "data.0.source", value).function, value, Hello())
 
     def _start(self) -> None:
         pass
@@ -135,14 +136,14 @@ def test_a_function_runs_in_a_process_with_limits(tmp_path: Path, monkeypatch: p
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         '    return {"pid": os.getpid(), "secret": os.environ.get("SECRET_OF_THE_RUN")}\n'
     )
-    hello = Hello(key="data.0.source", value=f"{file}:source", is_function=True)
-    with SourceProcess(SourceSettings(hello=hello, timeout_s=50.0), max_tries=1) as source:
+    named = {"key": "data.0.source", "value": f"{file}:source"}
+    with SourceProcess(SourceSettings(**named, timeout_s=50.0), max_tries=1) as source:
         row = json.loads(source.draw(0, 1).rows[0])
         assert row == {"pid": source.pid, "secret": None}
         with pytest.raises(DataError, match=r"drawing row 2: its process was killed by SIGKILL, 1 time"):
             source.draw(2, 1)
         assert source.pid is None
-    with SourceProcess(SourceSettings(hello=hello, timeout_s=0.5), max_tries=1) as source:
+    with SourceProcess(SourceSettings(**named, timeout_s=0.5), max_tries=1) as source:
         with pytest.raises(DataError, match=r"drawing rows 1 to 1 took longer than 0\.5 s \(data\.0\.timeout_s\)"):
             source.draw(1, 1)
         assert source.pid is None

@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, fingerprint_of
-from actors.buffer.prompts.source import PromptSet, epoch_order, load_data, load_prompts, mixture_of, place_of
+from actors.buffer.prompts.source import (
+    PromptSet,
+    epoch_order,
+    first_of_evaluation,
+    first_prompts,
+    load_data,
+    load_prompts,
+    mixture_of,
+    place_of,
+)
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array
@@ -49,6 +58,34 @@ def data(size: int, name: str = "d") -> LoadedData:
         Prompt(data=name, row=row, text=str(row), prompt_ids=Int32Array([row]), rm_type="x") for row in range(size)
     )
     return LoadedData(name=name, prompts=prompts, num_too_long=0, took_s=0.0)
+
+
+def test_the_first_prompts_of_a_run_come_from_files_functions_and_classes_alike(tmp_path: Path) -> None:
+    """In the order of issue, at most all that there are, and rendered as the run renders them."""
+    prompts = load_prompts(laptop())
+    assert [each.row for each in first_prompts(laptop(), 5)] == [prompts.prompt(number).row for number in range(5)]
+    rows = tmp_path / "two.jsonl"
+    rows.write_text('{"input": "12", "label": "21"}\n{"input": "34", "label": "43"}\n')
+    few = first_prompts(laptop(f"data.0.path={rows}", "eval=[]"), 5)
+    assert sorted((each.label, "12" in each.text or "34" in each.text) for each in few) == [("21", True), ("43", True)]
+    (tmp_path / "makes.py").write_text("""
+def row(number):
+    return {"input": str(number), "label": str(number)}
+
+class Rows:
+    def draw(self, number):
+        return row(number)
+    def state(self):
+        return None
+    def restore(self, state):
+        pass
+""")
+    for made in (f"data.0.source={tmp_path}/makes.py:row", f"data.0.source_class={tmp_path}/makes.py:Rows"):
+        found = first_prompts(laptop("data.0.path=none", made, "eval=[]", "rollout.shuffle=false"), 3)
+        assert [each.label for each in found] == ["0", "1", "2"]
+        assert found[1].text == few[0].text.replace(few[0].label[::-1], "1")
+    held_out = laptop(f"eval=[{{name='e', path='{rows}', interval=1}}]")
+    assert [each.label for each in first_of_evaluation(held_out, 1)] == ["21"]
 
 
 # Order

@@ -13,16 +13,18 @@ import psutil
 import pytest
 
 from actors.buffer.prompts.source_process import SourceProcess, SourceSettings, drawn_twice, source_settings
-from actors.buffer.prompts.source_worker import MAX_STATE_BYTES, Draw, Hello, Source
+from actors.buffer.prompts.source_worker import MAX_STATE_BYTES, Draw, Source
 from actors.registry import hosted
 from messages import BatchReady, BufferStarted, GroupsIssued, Plane, RolloutRequested, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
+from runtime.functions.limits import PRINTED_BYTES, UserLimits
+from runtime.functions.load import load
+from runtime.functions.table import SOURCE_CLASS
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.state import GroupOutcome
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
-from runtime.process.user_limits import PRINTED_BYTES
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.build.events import completed, saved, trained
@@ -66,8 +68,9 @@ class Source:
 def settings_of(tmp_path: Path, draw: str = "pass", state: str = "return self.seen", **fields: Any) -> SourceSettings:
     file = tmp_path / "mine.py"
     file.write_text(COUNTER.format(draw=draw, state=state))
-    hello = Hello(key="data.0.source_class", value=f"{file}:Source")
-    return SourceSettings(**{"hello": hello, "timeout_s": 30.0, **fields})
+    limits = UserLimits(env=("MY_KEY",))
+    named = {"key": "data.0.source_class", "value": f"{file}:Source", "limits": limits}
+    return SourceSettings(**{**named, "timeout_s": 30.0, **fields})
 
 
 def kept(number: int, reward: float = 1.0) -> GroupOutcome:
@@ -108,7 +111,9 @@ def test_a_class_goes_on_from_a_state_in_another_process(tmp_path: Path) -> None
     ],
 )
 def test_what_a_class_does_wrong_is_told(tmp_path: Path, draw: str, state: str, said: str) -> None:
-    drawn = Source(settings_of(tmp_path, draw, state).hello).answer(Draw(first=0, count=1))
+    settings = settings_of(tmp_path, draw, state)
+    loaded = load(SOURCE_CLASS, settings.key, settings.value).function
+    drawn = Source(loaded, settings.value, settings.hello).answer(Draw(first=0, count=1))
     assert f"{drawn.error}\n{drawn.trace}".startswith(said)
     assert not drawn.rows
 
@@ -172,7 +177,7 @@ def test_what_a_class_gets_of_the_environment_and_what_it_may_print(
     for name in ("SSL_CERT_FILE", "PHYSARUM_AGENT", "MY_KEY", "SECRET"):
         monkeypatch.setenv(name, "x")
     draw = "os.write(2, b'y' * 200_000); return {'names': sorted(n for n in os.environ if os.environ[n] == 'x')}"
-    with SourceProcess(settings_of(tmp_path, draw=draw, env=("MY_KEY",))) as source:
+    with SourceProcess(settings_of(tmp_path, draw=draw)) as source:
         (row,) = source.draw(0, 1).rows
     assert msgspec.json.decode(row) == {"names": ["MY_KEY", "PHYSARUM_AGENT", "SSL_CERT_FILE"]}
     printed = capfd.readouterr().err
@@ -321,7 +326,7 @@ async def test_a_class_that_raises_later_ends_the_run_with_the_call_and_the_user
     bus: Bus, topology: Topology, tmp_path: Path
 ) -> None:
     draw = "assert number < 3, 'no more'"
-    value = settings_of(tmp_path, draw).hello.value
+    value = settings_of(tmp_path, draw).value
     data = (msgspec.structs.replace(topology.data[0], source_class=value),)
     await bus.publish(announcement(1))
     error = await error_of(bus, msgspec.structs.replace(topology, data=data), tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.deciding.decide import Schedule
+from actors.buffer.deciding.decide import EvalPlan, Schedule
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.storage.trimming import WHOLE_LOG, Landmarks, Needs, needs_of, trim_point, with_earlier
 from actors.registry import hosted
@@ -52,8 +52,9 @@ from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.actors.buffer.test_whole_runs import World
+from tests.build.events import snapshot
 from tests.build.topology import topology_with
-from tests.fixtures.nats import eventually
+from tests.fixtures.nats import eventually, segments
 from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
@@ -87,6 +88,11 @@ class TrimmedWorld(World):
             self.check_what_is_left()
         return seq
 
+    def end_item(self) -> None:
+        """An evaluation often lasts over several snapshots."""
+        if self.random.random() < 0.05:
+            super().end_item()
+
     def check_what_is_left(self) -> None:
         left = [(seq, event) for seq, event in enumerate(self.log, start=1) if seq >= self.first_seq]
         newest = [event for _, event in left if isinstance(event, SnapshotTaken)][-2:]
@@ -113,7 +119,13 @@ class TrimmedWorld(World):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), surplus=st.integers(0, 4), save_interval=st.sampled_from([1, 2]))
 def test_what_a_starting_actor_looks_for_is_left_whatever_happened(seed: int, surplus: int, save_interval: int) -> None:
-    schedule = Schedule(num_steps=9, rollout_batch_size=2, over_sampling_batch_size=2 + surplus, max_staleness=seed % 3)
+    schedule = Schedule(
+        num_steps=9,
+        rollout_batch_size=2,
+        over_sampling_batch_size=2 + surplus,
+        max_staleness=seed % 3,
+        evals=(EvalPlan(name="e", interval=50 if seed % 2 else 2, num_items=2, skip_before_train=False),),
+    )
     random = Random(seed)
     world = TrimmedWorld(schedule, random, save_interval)
     while not world.finished and len(world.log) < 2000:
@@ -288,6 +300,33 @@ async def test_a_line_of_the_archive_is_the_event_as_it_was(bus: Bus, tmp_path: 
     assert isinstance(trimmed, LogTrimmed)
     assert (trimmed.below_seq, trimmed.num_events) == (file.last_seq + 1, file.last_seq)
     assert tmp_path / trimmed.path == file.path
+
+
+async def test_a_purge_that_a_death_prevented_comes_with_the_next_start(bus: Bus, tmp_path: Path) -> None:
+    """The checkpoint is in the log, and its payloads are still stored. A later checkpoint may be hours away."""
+    topology = topology_of(tmp_path, trim_min_events=10_000)
+    async with buffer(bus, topology, tmp_path):
+        await bus.publish(announcement(1))
+        await said(bus, tmp_path, lambda event: isinstance(event, GroupsIssued))
+        for group_id in (0, 1):
+            await bus.publish(segments(group_id))
+            await complete(bus, group_id)
+        await said(bus, tmp_path, lambda event: isinstance(event, BatchReady))
+    told: dict[str, Any] = {"num_groups": 2, "num_samples": 4, "num_tokens": 8, "metrics": {}}
+    await bus.publish(BatchTrained(step=0, incarnation=1, **told))
+    await bus.publish(CheckpointSaved(step=1, incarnation=1, path="", oldest_step=1, took_s=0))
+    state = LedgerState()
+    for seq, event in await history_of(bus, tmp_path):
+        if isinstance(event, LEDGER_EVENTS):
+            fold(state, event, seq)
+    await bus.publish(snapshot(state))  # the buffer ended after this one
+    assert (await bus.state(Plane.DATA)).messages == 2
+    async with buffer(bus, topology, tmp_path):
+
+        async def is_purged() -> bool:
+            return not (await bus.state(Plane.DATA)).messages
+
+        await eventually(is_purged)
 
 
 async def test_an_overlap_after_a_crash_before_the_purge_is_told_once(bus: Bus, tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.reward.graders.boxed import last_boxed
-from actors.reward.graders.builtin import BUILT_IN_GRADERS, exact_match, f1, find_grader, positional_match
+from actors.reward.graders.builtin import exact_match, f1, find_grader, positional_match
 from actors.reward.graders.code.grader import program_in
 from actors.reward.graders.math.grader import deepscaler, math
 from actors.reward.graders.numeric import numeric
 from actors.reward.graders.stated import dapo, gpqa
 from actors.reward.samples import GradedSample
-from runtime.settings.slime.flags import from_slime
 
 GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -133,7 +132,10 @@ def test_numeric_by_hand(response: str, label: str, expected: float) -> None:
     [
         (r"\boxed{1}", "1"),
         (r"\boxed{\frac{a}{b}} x", r"\frac{a}{b}"),
-        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{1} \boxed{2", None),  # the last one is not closed
+        (r"\boxed{1 \boxed{2}", "2"),
+        (r"\boxed{1} \boxed 2", "2"),
+        (r"\boxed{1} is what I \boxed here", "1"),  # no box
         (r"\boxed{\boxed{3}}", "3"),
         (r"} \boxed{4}", "4"),
         ("none", None),
@@ -237,8 +239,3 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str
 def test_numeric_is_not_slimes_math(response: str, label: str, slimes: float) -> None:
     """What slime's tests (tests/test_rm_math.py at commit c7535ac7) say of its math, and this one answers otherwise."""
     assert numeric(response, label) == 1 - slimes
-
-
-def test_graders_of_slime_that_are_built_have_its_names() -> None:
-    for grader in from_slime().graders:
-        assert (grader.name in BUILT_IN_GRADERS) == (grader.state == "key")

@@ -2,23 +2,25 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import venv
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, closing
 from pathlib import Path
 
 import anyio
 import pytest
 from filelock import FileLock
 
-from actors.buffer.prompts.generated import find_source
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.gym.tasks import Gym, GymError
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
+from runtime.functions.load import load
+from runtime.functions.table import SOURCE
 from tests.docs.snippets import snippets
 from tests.support.extra_packages import FOLDER
 
@@ -78,6 +80,59 @@ def test_answers_are_scored_by_the_task(gym: Gym) -> None:
     assert score(str(right)) == 0.0  # without the tags
 
 
+PARTS = """
+import json, sys
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+def score(tasks, answer, entry):
+    try:
+        return float(tasks.score_answer(answer, entry))
+    except Exception:
+        return 0.0
+
+found = []
+for name in sorted(DATASETS.keys() - {"composite"}):
+    tasks = reasoning_gym.create_dataset(name, seed=1, size=3)
+    entries = [entry for entry in tasks if entry["answer"] is not None]
+    if any(score(tasks, "zzz", entry) < score(tasks, f"-{entry['answer']}", entry) < 1 for entry in entries):
+        found.append(name)
+json.dump([len(DATASETS) - 1, found], sys.stderr)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_page_names_the_tasks_that_pay_for_a_wrong_answer_with_the_label(python: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = [str(python), "-P", "-s", "-c", PARTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    number, names = json.loads(done.stderr.splitlines()[-1])
+    page = " ".join((PAGE.parents[1] / "reference" / "reasoning-gym.md").read_text().split())
+    said = re.search(r"In these (\d+) of the (\d+) tasks .*?: (`.*?`)\. ", page)
+    assert said is not None
+    assert (int(said[1]), int(said[2])) == (len(names), number)
+    assert said[3].replace("`", "").split(", ") == names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_only_a_full_score_counts_if_the_gym_is_exact(python: Path) -> None:
+    """Wrong answers that contain the label, in tasks with the package's own rule and with rules of their own."""
+    wrong = {"chain_sum": "-{}", "products": "1{}", "gcd": "{}1", "leg_counting": "It is {}.", "sudoku": "-{}"}
+    wrong |= {"countdown": "-{}", "word_sorting": "-{}"}
+    for exact in (False, True):
+        with closing(Gym({task: {} for task in wrong}, seed=3, python=python, exact=exact)) as gym:
+            rows = {row["metadata"]["task"]: row for row in map(gym.row, range(60))}
+            assert rows.keys() == wrong.keys()
+            for task, row in rows.items():
+                answers = row["label"], wrong[task].format(row["label"])
+                samples = [GradedSample(response=f"<answer>{a}</answer>", metadata=row["metadata"]) for a in answers]
+                full, part = map(gym.grade, samples)
+                assert full == 1.0
+                assert part == 0.0 if exact else 0.0 < part < 1.0, task
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_task_that_cannot_be_made_is_an_error_and_the_next_one_works(gym: Gym, python: Path) -> None:
@@ -106,7 +161,7 @@ def test_the_files_of_the_page_feed_and_grade_a_run(
     (topology,) = (tomllib.loads(block) for block in snippets(PAGE, "toml"))
     data = topology["data"][0]
     monkeypatch.syspath_prepend(tmp_path)  # held_out.py imports puzzles.py
-    make = find_source("source", data["source"], [tmp_path])
+    make = load(SOURCE, "source", data["source"], [tmp_path]).function
     row = make(5)
     samples = [
         GradedSample(response=f"<answer>{row['label']}</answer>", metadata=row["metadata"]),

@@ -1,5 +1,6 @@
 """ifeval and ifbench: each rule on responses judged by hand, its refusals, and where the package if-verifiable errs."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.instructions.corrections import CORRECTED
 from actors.reward.graders.instructions.grader import ifbench, ifeval
-from actors.reward.graders.instructions.package import add_data, checker_of, rules_of
+from actors.reward.graders.instructions.package import BENCHMARKS, add_data, checker_of, rules
 from actors.reward.samples import GradedSample
 from bin import start_topology
 from tests.support.commands import called
@@ -28,13 +29,8 @@ PACKAGES = (
 )  # fmt: skip  # without datasets, which the rules do not import
 
 
-def benchmark_of(rule: str) -> str:
-    return "ifeval" if rule in rules_of("ifeval") else "ifbench"
-
-
 def score(rule: str, arguments: dict[str, Any] | None, response: str) -> float:
-    grader = {"ifeval": ifeval, "ifbench": ifbench}[benchmark_of(rule)]
-    return grader(response, None, {"instruction_id_list": [rule], "kwargs": [arguments]})
+    return ifbench(response, None, {"instruction_id_list": [rule], "kwargs": [arguments]})
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +79,30 @@ def test_every_rule_judges_responses_as_a_person_does() -> None:
 
 def test_each_rule_has_a_response_that_follows_it_and_one_that_does_not() -> None:
     named = {rule["id"] for rule in RULES if rule["right"] and rule["wrong"]}
-    assert named == {*rules_of("ifeval"), *rules_of("ifbench")}
+    assert named == {*rules()}
+
+
+def test_no_rule_has_the_name_of_one_in_another_benchmark() -> None:
+    registries = [importlib.import_module(f"if_verifiable.{name}.instructions_registry") for name in BENCHMARKS]
+    assert [len(each.INSTRUCTION_DICT) for each in registries] == [25, 58]
+    assert len(rules()) == 25 + 58
+
+
+@pytest.mark.parametrize("name", ["ifeval", "ifbench"])
+def test_a_row_may_have_rules_of_both_benchmarks(name: str) -> None:
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "count:numbers", "length_constraints:number_words"],
+        "kwargs": [{}, {"N": 1}, {"num_words": 4, "relation": "less than"}],
+    }
+    grade = find_grader(name)
+    assert grade(GradedSample(response="I see 7", metadata=row)) == 1.0
+    for response in ("I, see 7", "I see seven", "I see 7 of them"):
+        assert grade(GradedSample(response=response, metadata=row)) == 0.0
 
 
 def _package_says(rule: str, arguments: dict[str, Any], response: str) -> bool | None:
     try:
-        return bool(checker_of(benchmark_of(rule), rule, arguments).check_following(response))
+        return bool(checker_of(rule, arguments).check_following(response))
     except Exception:  # noqa: BLE001 - it raises what it likes
         return None
 
@@ -128,10 +142,10 @@ def test_all_instructions_must_be_followed_after_the_thought() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (None, "must name the rules of ifeval .*missing required field `instruction_id_list`"),
+        (None, "must name rules .*missing required field `instruction_id_list`"),
         ({"instruction_id_list": []}, "Expected `array` of length >= 1"),
-        ({"instruction_id_list": ["punctuation:no_coma"]}, "ifeval has no rule 'punctuation:no_coma'; did you mean"),
-        ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 1}]}, "ifeval has no rule 'count:numbers'"),
+        ({"instruction_id_list": ["punctuation:no_coma"]}, "no rule 'punctuation:no_coma'; did you mean"),
+        ({"instruction_id_list": ["count:numbers"]}, "the rule 'count:numbers'"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "kwargs has 0 objects for 1 rules"),
         ({"instruction_id_list": ["length_constraints:number_words"]}, "missing or out of range"),
         (
@@ -206,7 +220,7 @@ def test_check_refuses_the_row_and_finds_data_in_the_folder_of_the_setting(tmp_p
     typed = checked("format:list", sep=1)
     assert "row 0 of" in typed
     assert "the rule 'format:list': sep must be a text that is not blank, not 1" in typed
-    assert "ifbench has no rule 'ratio:stop_word'; did you mean 'ratio:stop_words'?" in refusal
+    assert "IFEval and IFBench have no rule 'ratio:stop_word'; did you mean 'ratio:stop_words'?" in refusal
 
 
 def test_nothing_is_downloaded_and_absent_data_is_named() -> None:

@@ -35,6 +35,20 @@ def test_unequal_answers_score_zero(reason: str, answer: str, label: str) -> Non
     assert math(rf"So it is \boxed{{{answer}}}", label) == 0.0, reason
 
 
+ANSWERS: list[dict[str, Any]] = tomllib.loads((HERE / "labelled_answers.toml").read_text())["group"]
+
+
+@pytest.mark.parametrize(
+    ("group", "verdict", "text", "label"),
+    [(group, verdict, *pair) for group in ANSWERS for verdict in ("right", "wrong") for pair in group[verdict]],
+)
+def test_a_response_is_graded_as_it_is_labelled(group: dict[str, Any], verdict: str, text: str, label: Any) -> None:
+    metadata = {"choices": group["choices"]} if "choices" in group else {}
+    response = group.get("response", "@").replace("@", text)
+    found: Any = find_grader(group["grader"])(GradedSample(response=response, label=label, metadata=metadata))
+    assert ((found["score"] if group["grader"] == "dapo" else found) == 1.0) == (verdict == "right"), group["reason"]
+
+
 def test_there_are_two_hundred_pairs_and_forty_of_slimes_faults() -> None:
     numbers = [len(group["right"]) + len(group["wrong"]) for group in GROUPS]
     assert sum(numbers) >= 200
@@ -170,7 +184,7 @@ def test_dapo_reads_an_exact_integer(response: str, label: str, score: float, pr
     }
 
 
-@pytest.mark.parametrize("label", ["3.7", "1/2", "x", ""])
+@pytest.mark.parametrize("label", ["3.7", "1/2", "x", "", "10-15", "3:1", "9:00", "2020-01-02"])
 def test_dapo_refuses_a_label_that_is_no_integer(label: str) -> None:
     with pytest.raises(ValueError, match="must be an integer"):
         find_grader("dapo")(GradedSample(response="Answer: 3", label=label))

@@ -157,7 +157,8 @@ async def test_a_judge_that_refuses_the_first_scores_ends_the_run(bus: Bus, aske
         with pytest.raises(BaseExceptionGroup) as error:
             async with running(bus, at(judge)):
                 await anyio.sleep(AMPLE_S)
-    (ended,) = [one for one in flatten(error.value) if isinstance(one, InputError)]
+    (ended,) = flatten(error.value)  # and no closed stream of another task, which would hide the reason
+    assert isinstance(ended, InputError)
     assert "the first 8 calls of graders in this run, for 4 prompt groups, all failed; digits: refused: status 401" in (
         str(ended)
     )

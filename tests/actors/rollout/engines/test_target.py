@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.engines.target import TargetWeights
-from messages import EvalEnded, EvalIssued, EvalSetSize, TrainerStarted, WeightsAnnounced
+from messages import EvalEnded, EvalIssued, EvalSetSize, Phase, PhaseChanged, TrainerStarted, WeightsAnnounced
 from tests.support.rollout import announcement
 
 Event = TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded
@@ -40,6 +40,19 @@ def test_weights_of_a_trainer_that_was_replaced_are_not_wanted() -> None:
     for event in (announcement(1), started, late, of_successor):
         wanted.fold(event)
     assert wanted.newest == of_successor
+
+
+def test_of_two_trainers_that_started_at_once_the_last_one_counts() -> None:
+    first, second = (TrainerStarted(incarnation=2, step=0, start=start) for start in ("a", "b"))
+    late = msgspec.structs.replace(announcement(2), incarnation=2, start="a")
+    own = msgspec.structs.replace(announcement(2), incarnation=2, start="b")
+    phase = PhaseChanged(phase=Phase.GENERATE, step=0, incarnation=2, start="a")
+    wanted = TargetWeights()
+    for event in (announcement(1), first, second, first, late):
+        wanted.fold(event)
+    assert (wanted.newest, wanted.is_replaced(phase)) == (announcement(1), True)
+    wanted.fold(own)
+    assert wanted.newest == own
 
 
 def test_newer_weights_wait_for_the_end_of_an_evaluation() -> None:

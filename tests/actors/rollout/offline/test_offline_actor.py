@@ -57,7 +57,7 @@ async def answering(bus: Bus, source: AnswerSource | None = None) -> AsyncGenera
     def build(view: Bus) -> OfflineRolloutActor:
         return OfflineRolloutActor(view, source or Demonstrations())
 
-    topology = topology_with(algorithm={"loss_type": "sft_loss"})
+    topology = topology_with(algorithm={"loss": {"type": "sft"}})
     chosen = hosted("rollout", topology, Path())
     if source is not None:
         chosen = Hosted(name="rollout", role="rollout", actor_type=OfflineRolloutActor, build=build)

@@ -86,6 +86,12 @@ async def stops_at_letters(conversation: Conversation) -> None:
     await conversation.generate(stop="</add>")
 
 
+async def stops_at_nothing(conversation: Conversation) -> None:
+    await conversation.generate(stop=["."])
+    conversation.append(" ")
+    await conversation.generate(stop=["", "."])
+
+
 async def appends_a_number(conversation: Conversation) -> None:
     await conversation.generate()
     conversation.append(5)  # type: ignore[arg-type]

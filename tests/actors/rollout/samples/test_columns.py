@@ -23,7 +23,7 @@ def with_teachers(*names: str, data: dict[str, str] | None = None) -> Topology:
     pools = {name: {"kind": "tiny", "hf_checkpoint": str(SCRIPTED_MODEL)} for name in names}
     return topology_with(
         engines={"policy": {"kind": "tiny", "concurrency": 8}, **pools},
-        algorithm={"use_opd": True, "opd_type": "sglang"},
+        algorithm={"opd": {"type": "sglang"}},
         data=[one | {"name": name, "teacher": teacher} for name, teacher in (data or {"d": "teacher"}).items()],
     )
 
@@ -62,8 +62,8 @@ async def test_each_sample_of_a_completed_group_has_its_column(bus: Bus, router_
 
 async def test_the_likeliest_tokens_of_the_teacher_come_with_the_column(bus: Bus, router_url: str) -> None:
     teacher = ScriptedEngine(prompt_log_prob=-0.25)
-    algorithm = {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0}
-    algorithm |= {"distillation_loss_coef": 1.0, "distillation_topk": 3}
+    distillation = {"type": "forward", "coef": 1.0, "topk": 3}
+    algorithm = {"opd": {"type": "sglang", "kl_coef": 0.0, "distillation": distillation}}
     topology = topology_with(
         engines={
             "policy": {"kind": "tiny", "concurrency": 8},

@@ -423,12 +423,24 @@ async def sets_no_number(talk: Conversation) -> None:
     await talk.generate()
 
 
+async def sets_a_huge_reward(talk: Conversation) -> None:
+    talk.reward = 1e308
+    await talk.generate()
+
+
+async def names_a_huge_reward(talk: Conversation) -> None:
+    talk.reward, talk.rewards["format"] = 1.0, -1e16
+    await talk.generate()
+
+
 @pytest.mark.parametrize(
     ("function", "max_tokens", "reason"),
     [
         (sets_rewards, 9, "rewards without a reward: set both"),
         (sets_rewards, 2, "rewards without a reward: set both"),  # truncated before the function set it
         (sets_no_number, 9, "the reward 'reward' is nan, not a finite number"),
+        (sets_a_huge_reward, 9, "the reward 'reward' is 1e+308, beyond the 1e+15 that a reward may be"),
+        (names_a_huge_reward, 9, "the reward 'format' is -1e+16, beyond the 1e+15 that a reward may be"),
     ],
 )
 async def test_a_reward_that_is_none_fails_the_sample(function: Any, max_tokens: int, reason: str) -> None:

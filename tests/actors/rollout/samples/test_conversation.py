@@ -7,7 +7,6 @@ import anyio
 import msgspec
 import pytest
 
-from actors.hooks import check_hooks
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -31,6 +30,7 @@ from runtime.settings.topology import Topology
 from tests.actors.rollout.samples.generate_functions import RUNS
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
+from tests.support.checks import function_problems
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -158,6 +158,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("never_asks", "ended without a turn of the model: it never awaited generate"),
         ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
         ("stops_at_letters", "stop = '</add>': write a list of texts"),
+        ("stops_at_nothing", "stop text '': an empty one ends each response at its first token"),
         ("appends_a_number", "append(5): expected a str"),
         ("appends_letters_as_ids", "'str' object cannot be interpreted as an integer"),
         ("appends_what_is_no_token", "1000000 is not a token of the model, whose vocabulary has 1000000"),
@@ -186,7 +187,7 @@ async def test_a_function_that_fails_costs_its_group_alone(bus: Bus, router_url:
 )
 def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, problem: str) -> None:
     topology = topology_with(rollout={"custom_generate": f"{FUNCTIONS}:{name}"})
-    (found,) = [found for found in check_hooks(topology) if found.key == "rollout.custom_generate"]
+    (found,) = [found for found in function_problems(topology) if found.key == "rollout.custom_generate"]
     assert problem in found.message
 
 
@@ -252,7 +253,7 @@ async def test_a_stall_names_the_key_of_the_function_that_generates_nothing(bus:
 def test_the_check_names_the_key_of_a_set() -> None:
     sets = [{"name": "own", "path": "none", "interval": 1}]
     wrong = topology_with(eval=[{**sets[0], "custom_generate": f"{FUNCTIONS}:plain"}])
-    assert "eval.0.custom_generate" in {problem.key for problem in check_hooks(wrong)}
+    assert "eval.0.custom_generate" in {problem.key for problem in function_problems(wrong)}
 
 
 async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: Bus, router_url: str) -> None:

@@ -12,7 +12,6 @@ import anyio
 import msgspec
 import pytest
 
-from actors.hooks import check_hooks
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import GradedSample, SetEvaluation
@@ -35,15 +34,16 @@ from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
-from tests.docs.snippets import snippets
+from tests.docs.snippets import snippet
 from tests.fixtures.nats import eventually
+from tests.support.checks import function_problems
 from tests.support.rollout import announcement, completed, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs/train/evaluation-functions.md"
+PAGE = ROOT / "docs/train/own-functions.md"
 MODULE = "tests.actors.rollout.samples.test_evaluation_function"
 KEY = "eval.0.custom_evaluation"
 SEEN: list[Any] = []
@@ -325,10 +325,10 @@ async def test_the_function_of_the_page_tests_what_is_hard_for_the_model(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
     """By difficulty 0 to 3, of which 0 and 1 are answered right: it begins in the middle and looks at the border."""
-    (source,) = snippets(PAGE, "python")
+    source = snippet(PAGE, "python", "# my_evaluation.py")
     file = tmp_path / source.splitlines()[0].removeprefix("# ")
     file.write_text(source)
-    (table,) = snippets(PAGE, "toml")
+    table = snippet(PAGE, "toml", "my_evaluation.py")
     name = tomllib.loads(table)["eval"][0]["custom_evaluation"]
     async with evaluating(bus, router_url, with_function(f"{tmp_path}/{name}"), is_easy) as engine:
         found = await answers(bus)
@@ -356,9 +356,9 @@ async def test_what_a_function_does_to_a_row_reaches_no_grader() -> None:
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
     for name, said in ((f"{MODULE}:plain", "write `async def`"), ("slime:a:b", "a function of slime returns")):
-        (found,) = [each for each in check_hooks(with_function(name)) if each.key == KEY]
+        (found,) = [each for each in function_problems(with_function(name)) if each.key == KEY]
         assert said in found.message
-    assert [each for each in check_hooks(with_function("adaptive")) if each.key == KEY] == []
+    assert [each for each in function_problems(with_function("adaptive")) if each.key == KEY] == []
     with pytest.raises(TopologyError, match=KEY):
         load_topology(ROOT / "topologies/examples/dpo.toml", (f"{KEY}=m:f",))
 

@@ -93,7 +93,7 @@ async def test_a_score_is_asked_for_while_another_member_still_generates(bus: Bu
 
 async def test_rewards_per_token_are_stored_and_their_sum_is_the_reward(bus: Bus, router_url: str) -> None:
     """Rewards that do not fit the tokens fail their sample, be they of a grader here or of an external one."""
-    asked = topology_with(reward={"per": "token"}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
+    asked = topology_with(reward={"per": "token"}, algorithm={"estimator": {"type": "reinforce_plus_plus"}})
     async with (
         serving(ScriptedEngine()) as engine,
         rollout_actor(bus, router_url, [engine], asked),
@@ -120,6 +120,28 @@ async def test_rewards_per_token_are_stored_and_their_sum_is_the_reward(bus: Bus
     assert [column.values.tolist() for column in columns] == [[0.5, 0, 0, 0.25]] * 2
     assert isinstance(failed, GroupFailed)
     assert "3 rewards for 4 tokens" in failed.reason
+
+
+@pytest.mark.parametrize(("reward", "problem"), [(1e308, "beyond the 1e+15"), (float("nan"), "not a finite number")])
+async def test_an_external_worker_s_number_that_can_be_no_reward_is_named_with_grader_and_sample(
+    bus: Bus, router_url: str, reward: float, problem: str
+) -> None:
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with()),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        num_left, grader = 2, ""
+        while num_left:  # samples that end together share a request
+            delivery = await requests.next(10)
+            assert delivery is not None
+            await give(bus, delivery, *[reward] * len(delivery.message.items))
+            num_left, grader = num_left - len(delivery.message.items), delivery.message.rm_type
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert failed.reason.startswith(f"reward: {grader} on sample 0: returned {reward}, {problem}")
 
 
 async def test_a_slot_that_one_sample_leaves_goes_to_a_sample_of_the_next_group(bus: Bus, router_url: str) -> None:

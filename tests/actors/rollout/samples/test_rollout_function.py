@@ -9,7 +9,6 @@ import anyio
 import msgspec
 import pytest
 
-from actors.hooks import check_hooks
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls
 from actors.rollout.samples.sample import OpenSample, fresh_samples
@@ -32,15 +31,16 @@ from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
-from tests.docs.snippets import snippets
+from tests.docs.snippets import snippet
 from tests.fixtures.nats import eventually
+from tests.support.checks import function_problems
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs/train/rollout-functions.md"
+PAGE = ROOT / "docs/train/own-functions.md"
 SEEN: list[Any] = []
 
 
@@ -321,10 +321,10 @@ async def test_the_function_of_the_page_generates_a_group(
     bus: Bus, router_url: str, tmp_path: Path, length: int, requests: int
 ) -> None:
     """With a long first answer the second sample has two turns. The page's text is written in this model's tokens."""
-    source, _ = snippets(PAGE, "python")
+    source = snippet(PAGE, "python", "# my_rollout.py")
     file = tmp_path / source.splitlines()[0].removeprefix("# ")
     file.write_text(source.replace("<user>check it<assistant>", "8 9"))
-    table, _ = snippets(PAGE, "toml")
+    table = snippet(PAGE, "toml", "my_rollout.py")
     name = tomllib.loads(table)["rollout"]["custom_rollout"]
     engine = ScriptedEngine()
     engine.script = lambda prompt, params: list(range(1, 1 + length))
@@ -427,9 +427,9 @@ async def test_what_a_function_does_wrong_costs_all_groups_of_its_call(bus: Bus,
 async def test_the_function_of_the_page_gives_longer_answers_more_samples(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
-    _, source = snippets(PAGE, "python")
+    source = snippet(PAGE, "python", "# my_budget.py")
     (tmp_path / source.splitlines()[0].removeprefix("# ")).write_text(source)
-    _, table = snippets(PAGE, "toml")
+    table = snippet(PAGE, "toml", "my_budget.py")
     name = f"{tmp_path}/{tomllib.loads(table)['rollout']['custom_rollout']}"
     engine = ScriptedEngine()
     engine.script = lambda prompt, params: [1, 2, 3, 4][: 2 if prompt[1] == 0 else 4]
@@ -461,10 +461,10 @@ def test_numbers_of_prompts_without_effect_or_without_slots_are_refused() -> Non
 
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
-    (found,) = [each for each in check_hooks(with_function("plain")) if each.key == "rollout.custom_rollout"]
+    (found,) = [each for each in function_problems(with_function("plain")) if each.key == "rollout.custom_rollout"]
     assert "write `async def`" in found.message
     with pytest.raises(TopologyError, match="greedy sample"):
         load_topology(
             ROOT / "topologies/laptop.toml",
-            ("rollout.custom_rollout=m:f", "algorithm.advantage_estimator=remax"),
+            ("rollout.custom_rollout=m:f", "algorithm.estimator.type=remax"),
         )

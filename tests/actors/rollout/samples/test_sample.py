@@ -130,11 +130,41 @@ def test_a_sample_whose_score_failed_is_scored_again_and_stays_truncated(room: i
     assert (sample.status, sample.buffer.ids.tolist()) == (status, [1, 2, 4])
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_a_failed_score(reward: float) -> None:
+BEYOND = "beyond the 1e+15 that a reward may be"
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        (float("nan"), "not a finite number"),
+        (float("inf"), "not a finite number"),
+        (1e308, BEYOND),
+        (-1e308, BEYOND),
+        (1.1e15, BEYOND),
+    ],
+)
+def test_a_reward_that_is_no_number_is_a_failed_score(reward: float, problem: str) -> None:
     sample = inherited(SampleStatus.COMPLETED)
     sample.take_score(Score(index=0, reward=reward), policy=FailurePolicy())
-    assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
+    assert (sample.status, sample.reward, sample.reason) == (
+        SampleStatus.FAILED,
+        None,
+        f"the reward is {reward}, {problem}",
+    )
+
+
+@pytest.mark.parametrize("reward", [1e15, -1e15, 0.0, 5e-324])
+def test_a_reward_up_to_the_limit_is_taken(reward: float) -> None:
+    sample = inherited(SampleStatus.COMPLETED)
+    sample.take_score(Score(index=0, reward=reward), policy=FailurePolicy())
+    assert (sample.status, sample.reward) == (SampleStatus.COMPLETED, reward)
+
+
+def test_rewards_per_token_are_checked_one_by_one() -> None:
+    score = Score(index=0, token_rewards=Float32Array([1.0, -1e16, 0.0]))
+    found = with_sum(score, 3, allowed=True)
+    assert (found.reward, found.cause) == (None, "bad_answer")
+    assert found.error == f"the reward of token 1 is -1.0000000272564224e+16, {BEYOND}"
 
 
 KEYS = ("right", "format")
@@ -155,6 +185,8 @@ def test_named_rewards_are_kept_with_the_sample() -> None:
         ({"right": 1}, "the reward 'format' is None, not a finite number"),
         ({"right": float("nan"), "format": 1}, "the reward 'right' is nan, not a finite number"),
         ({"right": "1", "format": 1}, "the reward 'right' is '1', not a finite number"),
+        ({"right": 1, "format": 1e308}, f"the reward 'format' is 1e+308, {BEYOND}"),
+        ({"right": 10**16, "format": 1}, f"the reward 'right' is 10000000000000000, {BEYOND}"),
     ],
 )
 def test_a_sample_without_each_named_reward_is_a_failed_score(details: dict[str, Any] | None, reason: str) -> None:
@@ -180,12 +212,13 @@ def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None
 @pytest.mark.parametrize(
     ("reward", "status", "kept", "alone"),
     [
-        ({}, SampleStatus.FAILED, None, False),
+        ({}, SampleStatus.FAILED, None, True),
+        ({"on_failure": "drop"}, SampleStatus.FAILED, None, False),
         ({"on_failure": "zero"}, SampleStatus.COMPLETED, 0.0, False),
         ({"on_failure": "drop_sample"}, SampleStatus.FAILED, None, True),
         ({"on_failure": "zero", "failures": {"timeout": "drop_sample"}}, SampleStatus.FAILED, None, True),
         ({"failures": {"timeout": -1}}, SampleStatus.COMPLETED, -1.0, False),
-        ({"failures": {"timeout": "retry", "raised": 0.0}}, SampleStatus.FAILED, None, False),
+        ({"failures": {"timeout": "retry", "raised": 0.0}}, SampleStatus.FAILED, None, True),
     ],
 )
 def test_a_sample_without_a_reward_does_what_the_policy_says_for_the_cause(

@@ -12,6 +12,7 @@ from actors.preflight import preflight
 from actors.processes import process_specs
 from actors.rollout.sglang.server_arguments import engine_problems
 from bin.start_topology import main
+from runtime.node.checks.context import CheckContext
 from runtime.settings.load import load_topology
 from runtime.settings.processes import with_address
 from runtime.settings.tables.engines import EngineConfig
@@ -114,7 +115,7 @@ def test_the_check_tells_and_elsewhere_does_not_ask(
         "did you mean mem_fraction_static?"
     ) in capsys.readouterr().err
     assert len(list((tmp_path / "physarum" / "server-arguments").iterdir())) == 1
-    assert preflight(load_topology(LAPTOP, wrong), elsewhere=True).problems == ()
+    assert preflight(CheckContext(load_topology(LAPTOP, wrong), elsewhere=True)).problems == ()
 
 
 def test_the_server_gets_every_argument_in_its_type_and_the_environment_of_its_pool(fake: Path, tmp_path: Path) -> None:

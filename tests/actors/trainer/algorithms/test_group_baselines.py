@@ -136,7 +136,7 @@ def test_estimators_by_hand(name: str, expected: list[float]) -> None:
 def test_reinforce_subtracts_the_mean_of_the_batch_or_nothing() -> None:
     rewards, rollouts = np.array([1.0, 0.0, 0.5, 0.5]), np.array([0, 1, 2, 2])
     assert reinforce_advantages(rewards, rollouts).tolist() == [0.5, -0.5, 0.0, 0.0]
-    assert reinforce_advantages(rewards, rollouts, baseline=False).tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert reinforce_advantages(rewards, rollouts, normalize=False).tolist() == [1.0, 0.0, 0.5, 0.5]
     assert reinforce_advantages(np.full(3, 0.7), np.arange(3)).tolist() == [0.0] * 3
 
 

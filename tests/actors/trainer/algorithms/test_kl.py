@@ -50,6 +50,26 @@ def test_k3_plus_has_the_value_of_verls_k3_and_the_gradient_of_k2() -> None:
     assert new.grad.tolist() == pytest.approx([-0.5, 0.8, -3.0])
 
 
+def test_k1_plus_has_the_value_of_k1_and_the_gradient_of_k2() -> None:
+    new = torch.tensor([-1.5, -0.2, -40.0], requires_grad=True)
+    found = kl_divergence(new, torch.tensor([-1.0, -1.0, -1.0]), "k1+")
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([-0.5, 0.8, -39.0])
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-0.5, 0.8, -39.0])  # of k1 it would be 1 everywhere
+
+
+def test_the_gradient_of_k1_plus_is_that_of_the_divergence() -> None:
+    """Over all tokens of a policy, by its logits; that of k1 alone has the mean 0."""
+    logits, reference = torch.tensor([1.0, 0.2, -0.5], requires_grad=True), torch.tensor([0.3, 0.3, 0.4]).log()
+    exact = torch.autograd.grad((logits.softmax(0) * (logits.log_softmax(0) - reference)).sum(), logits)[0]
+    policy = logits.softmax(0).detach()
+    for estimator, expected in (("k1+", exact), ("k1", torch.zeros(3))):
+        estimates = kl_divergence(logits.log_softmax(0), reference, estimator)
+        found = torch.autograd.grad((policy * estimates).sum(), logits)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", SLIME["kl"])
 def test_estimators_are_those_of_slime(name: str) -> None:
     estimator, *unbiased = name.split()
@@ -87,6 +107,7 @@ def test_limited_estimates_are_counted() -> None:
         "k2": [0, 0, 0, 0],
         "k3": [0, 0, 1, 0],
         "k3+": [1, 0, 1, 0],
+        "k1+": [0, 0, 0, 0],
         "low_var_kl": [1, 0, 1, 0],
     }
     for estimator, counts in expected.items():

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from actors.trainer.algorithms.reductions import reduction
-from runtime.settings.tables.algorithm import AggMode
+from actors.trainer.algorithms.reductions import AggMode, reduction
 
 
 def test_reduction_per_token_is_the_mean_over_tokens() -> None:

@@ -31,7 +31,8 @@ class AnyHistory(AnyLog):
         state = self.state
         assert batches_of(history) == {step: (batch.groups, batch.trained) for step, batch in state.batches.items()}
         assert (history.frontier, history.incarnation) == (state.trained_steps, state.trainer_incarnation)
-        assert (history.version, history._steps.checkpoint_step) == (state.version, state.checkpoint_step)
+        assert history._steps.checkpoint_step == state.checkpoint_step
+        assert history.version >= state.version  # versions of a replaced trainer too are never reused
         needed = {version: state.version_steps[version] for version in state.version_steps}
         assert needed.items() <= history.steps_of_versions.items()
 

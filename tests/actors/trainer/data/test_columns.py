@@ -73,7 +73,7 @@ def test_the_likeliest_tokens_of_a_teacher_join_the_tokens_and_follow_them_into_
     ("column", "problem"),
     [
         (WITH_TOPK, None),
-        (COLUMN, "0 top-k ids and 0 log-probs, not 12 (algorithm.distillation_topk = 2)"),
+        (COLUMN, "0 top-k ids and 0 log-probs, not 12 (algorithm.opd.distillation.topk = 2)"),
         (msgspec.structs.replace(WITH_TOPK, topk_ids=TOPK[0][:6]), "6 top-k ids and 12 log-probs, not 12"),
         (msgspec.structs.replace(WITH_TOPK, topk_ids=Int32Array([5] * 12)), "token 0 has top-k token 5 twice"),
         (msgspec.structs.replace(WITH_TOPK, topk_ids=Int32Array(range(20, 32))), "token 5 has top-k id 30"),
@@ -101,7 +101,7 @@ def test_rewards_per_token_join_all_tokens_and_a_sample_may_have_one_reward_inst
     assert problems_of(of_group, payloads, None, columns=columns, column_names=names) == {}
     broken = {12: msgspec.structs.replace(rewarded, values=Float32Array([0, 0, 0, 0, 0, np.nan]))}
     found = problems_of(of_group, payloads, None, columns=broken, column_names=names)
-    assert found == {(0, 0): "token_rewards: one is not a finite number"}
+    assert found == {(0, 0): "token_rewards: that of token 5 is nan"}
 
 
 def replace_key(message: SegmentsPublished, *, index: int) -> SegmentsPublished:

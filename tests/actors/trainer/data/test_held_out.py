@@ -30,7 +30,7 @@ def pair(number: int, *, chosen: int = 2, rejected: int = 3, mask: Any = None) -
 def held_out(pairs: list[Prompt], **settings: Any) -> HeldOut:
     item = {"name": "held-out", "path": "none", "interval": 3, **settings}
     train = {"num_steps": 7, "max_tokens_per_gpu": 8}
-    return HeldOut(topology_with(algorithm={"loss_type": "rm_loss"}, eval=[item], train=train), {"held-out": pairs})
+    return HeldOut(topology_with(algorithm={"loss": {"type": "rm"}}, eval=[item], train=train), {"held-out": pairs})
 
 
 def test_a_batch_has_the_chosen_response_of_each_pair_before_the_rejected_one() -> None:

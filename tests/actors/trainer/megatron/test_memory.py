@@ -134,7 +134,7 @@ def test_log_probs_of_the_reference_take_no_third_set_of_weights(
 
 
 def test_peaks_are_by_phase_and_rank(make_topology: MakeTopology, tmp_path: Path) -> None:
-    rank = TrainerRank(make_topology(algorithm={"kl_loss_coef": 0.1}), tmp_path)
+    rank = TrainerRank(make_topology(algorithm={"kl": {"type": "k1", "loss_coef": 0.1}}), tmp_path)
     metrics = rank.train(random_batch(0)).metrics
     phases = {name.split("/")[2]: size for name, size in metrics.items() if name.startswith("perf/peak_bytes/")}
     assert phases.keys() == {"prepare", "train"}

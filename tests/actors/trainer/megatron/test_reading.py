@@ -5,6 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.export import export_run
+from actors.trainer.export import CannotExport, export_run
 from actors.trainer.file_checksums import CHECKSUMS_FILE, write_checksums
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.reading import UnsafeCheckpoint
@@ -60,13 +61,17 @@ def refused(rank: TrainerRank, saved: Path, tmp_path: Path) -> str:
     """Why neither an export nor a trainer reads it; nothing is written. Strangers write checksums, too."""
     (saved / CHECKSUMS_FILE).unlink()
     write_checksums(saved, {})
-    with pytest.raises(UnsafeCheckpoint) as exported:
+    with pytest.raises((UnsafeCheckpoint, CannotExport)) as exported:
         export_run(tmp_path / "run", tmp_path / "out")
     with pytest.raises(UnsafeCheckpoint) as loaded:
         load_checkpoint(rank._replica, saved)
     assert not (tmp_path / "evil").exists()
     assert not (tmp_path / "out").exists()
-    assert str(exported.value) == str(loaded.value)
+    if isinstance(exported.value, CannotExport):  # found while the files are compared with their checksums
+        assert "leads out of" in str(exported.value)
+        assert "leads out of" in str(loaded.value)
+    else:
+        assert str(exported.value) == str(loaded.value)
     return str(loaded.value)
 
 
@@ -129,3 +134,46 @@ def test_a_damaged_index_is_named(rank: TrainerRank, saved: Path, tmp_path: Path
     whole = (saved / ".metadata").read_bytes()
     (saved / ".metadata").write_bytes(whole[: len(whole) // 2])
     assert refused(rank, saved, tmp_path).startswith(f"{saved / '.metadata'} is not the index of a checkpoint: ")
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "text": lambda data: b"half",
+    "nested": lambda data: b'{"a":' * 100_000,
+    "its head": lambda data: bytes(64) + data[64:],
+    "its end": lambda data: data[:-64] + bytes(64),
+    "a byte in the middle": lambda data: data[: len(data) // 2] + b"\xff" + data[len(data) // 2 + 1 :],
+    "another key": lambda data: data.replace(b"_version", b"_verse"),
+}
+
+
+def error_of(read: Callable[[], object]) -> str | None:
+    try:
+        read()
+    except (CannotExport, ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def test_a_damaged_file_is_an_error_that_names_the_checkpoint_or_changes_nothing(
+    rank: TrainerRank, saved: Path, tmp_path: Path
+) -> None:
+    """Checksums do not help: strangers write them, too."""
+    names = ("__0_0.distcp", ".metadata", "common.pt", "metadata.json", "run.json")
+    kept, refused = {name: (saved / name).read_bytes() for name in names}, set[tuple[str, str]]()
+    for name in names:
+        for damage, change in DAMAGES.items():
+            (saved / name).write_bytes(change(kept[name]))
+            (saved / CHECKSUMS_FILE).unlink()
+            write_checksums(saved, {})
+            for error in (
+                error_of(partial(export_run, tmp_path / "run", tmp_path / f"{name} {damage}")),
+                error_of(partial(load_checkpoint, rank._replica, saved)),
+            ):
+                assert error is None or str(saved) in error or "of the checkpoint" in error, (name, damage)
+                refused |= set() if error is None else {(name, damage)}
+        (saved / name).write_bytes(kept[name])
+    for damage in ("empty", "half", "zeros", "text", "nested"):
+        assert {name for name in names if (name, damage) in refused} == set(names), damage

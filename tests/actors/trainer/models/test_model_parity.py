@@ -13,10 +13,11 @@ from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
-from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import file_source, random_source
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.models.sharding import load_weights
+from runtime.models.config import ModelError
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch
@@ -191,3 +192,76 @@ def test_a_rope_base_under_the_old_key_is_read(tmp_path: Path) -> None:
     config = {key: value for key, value in TINY.items() if key != "rope_parameters"} | {"rope_theta": 5e5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_hf_config(tmp_path).rope.theta == 5e5
+
+
+KIMI_K2 = {  # config.json of moonshotai/Kimi-K2-Instruct, without quantization_config
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.3",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+@pytest.mark.parametrize("architectures", [["DeepseekV3ForCausalLM"], None])
+def test_kimi_k2_is_the_architecture_of_deepseek_v3(tmp_path: Path, architectures: list[str] | None) -> None:
+    found: list[HfConfig] = []
+    for kind in ("kimi_k2", "deepseek_v3"):
+        (tmp_path / "config.json").write_text(
+            json.dumps(KIMI_K2 | {"model_type": kind, "architectures": architectures})
+        )
+        found.append(read_hf_config(tmp_path))
+    assert found[0] == found[1]
+    assert found[0].model_type == "deepseek_v3"
+    assert num_weights(found[0]) // 10**9 == 1026  # "1T parameters" on its card
+
+
+@pytest.mark.parametrize("kind", ["kimi_k2", "kimi_k25", "deepseek_v32"])
+def test_another_architecture_under_such_a_name_is_refused(tmp_path: Path, kind: str) -> None:
+    name = "Qwen3MoeForCausalLM" if kind == "kimi_k2" else "DeepseekV3ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2 | {"model_type": kind, "architectures": [name]}))
+    with pytest.raises(ModelError, match=f"model_type '{kind}' does not match architecture {name}"):
+        read_hf_config(tmp_path)

@@ -97,7 +97,9 @@ def colocation_of(
         history.fold(TrainerStarted(incarnation=incarnation, step=0), 1)
     caught_up = anyio.Event()
     caught_up.set()
-    colocation = Colocation(topology, bus, cast(Any, SimpleNamespace(history=history, caught_up=caught_up)))
+    colocation = Colocation(
+        topology, bus, cast(Any, SimpleNamespace(history=history, caught_up=caught_up, start="one"))
+    )
     colocation.lead(cast(Any, Thread()), cast(Any, rank))
     return colocation
 

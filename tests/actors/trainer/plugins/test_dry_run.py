@@ -3,7 +3,7 @@
 import random
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.hooks import check_hooks
 from actors.trainer.plugins.dry_run import try_plugin, try_plugins, within
 from runtime.process.actor import InputError
+from runtime.settings.reading.schema import functions_in
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
+from tests.support.checks import function_problems
 
 FUNCTIONS = """
 from dataclasses import replace
@@ -102,9 +103,9 @@ def nothing(inputs): return np.zeros(2), np.ones(2, dtype=int)
 def no_shares(inputs): return np.ones(2), np.zeros(2, dtype=int)
 def two(a, b): return None
 """
-LOSS, WEIGHTS, REDUCER = (f"algorithm.custom_{name}" for name in ("loss", "tis", "pg_loss_reducer"))
+LOSS, WEIGHTS, REDUCER = (f"algorithm.{name}.function" for name in ("loss", "tis", "reduction"))
 DATA = "algorithm.rollout_data_postprocess"
-ADVANTAGE = "algorithm.custom_advantage"
+ADVANTAGE = "algorithm.estimator.function"
 NONE = "(in the dry run on a micro-batch without trained tokens)"
 MASKED = "(in the dry run on two samples, one fully masked)"
 FAULTS = [
@@ -167,12 +168,17 @@ def file(tmp_path: Path) -> Path:
 
 
 def named(key: str, value: str) -> Topology:
-    table, _, name = key.partition(".")
-    return topology_with(**{table: {name: value}})
+    return topology_with(**table_of(key.split("."), value))
 
 
-def algorithm(key: str, value: str, **others: Any) -> Mapping[str, Any]:
-    return {key.partition(".")[2]: value, **others}
+def table_of(place: Sequence[str], value: str) -> dict[str, Any]:
+    first, *rest = place
+    typed = {"type": "custom"} if rest == ["function"] else {}
+    return {first: {**typed, **table_of(rest, value)} if rest else value}
+
+
+def algorithm(key: str, value: str, **others: Any) -> dict[str, Any]:
+    return table_of(key.split("."), value)["algorithm"] | others
 
 
 def states() -> tuple[Any, ...]:
@@ -194,43 +200,45 @@ def states() -> tuple[Any, ...]:
 )
 def test_a_good_function_passes_and_random_numbers_continue(file: Path, key: str, name: str) -> None:
     before = states()
-    try_plugin(topology_with(), key, f"{file}:{name}")
+    topology = named(key, f"{file}:{name}")
+    (kind,) = (kind for place, _, kind in functions_in(topology) if place == key)
+    try_plugin(topology_with(), kind, key, f"{file}:{name}")
     assert states() == before
-    assert check_hooks(named(key, f"{file}:{name}")) == []
+    assert function_problems(named(key, f"{file}:{name}")) == []
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "said"), FAULTS, ids=[f"{key.rpartition('_')[2]}-{name}" for key, name, _ in FAULTS]
+    ("key", "name", "said"), FAULTS, ids=[f"{key.split('.')[1]}-{name}" for key, name, _ in FAULTS]
 )
 def test_a_faulty_function_is_refused_by_key_and_fault(file: Path, key: str, name: str, said: str) -> None:
     before = states()
-    (problem,) = check_hooks(named(key, f"{file}:{name}"))
+    (problem,) = function_problems(named(key, f"{file}:{name}"))
     assert (problem.key, problem.value) == (key, f'"{file}:{name}"')
     assert said in problem.message
     assert states() == before
 
 
 def test_the_log_probs_of_a_reference_model_are_there_if_the_run_computes_them(file: Path) -> None:
-    named = algorithm(LOSS, f"{file}:with_ref", kl_loss_coef=0.1)
-    assert check_hooks(topology_with(algorithm=named)) == []
+    named = algorithm(LOSS, f"{file}:with_ref", kl={"type": "k1", "loss_coef": 0.1})
+    assert function_problems(topology_with(algorithm=named)) == []
 
 
 def test_the_divergence_is_there_for_advantages_if_the_run_computes_it(file: Path) -> None:
     named = algorithm(ADVANTAGE, f"{file}:penalized")
-    assert check_hooks(topology_with(algorithm=named | {"kl_coef": 0.1})) == []
-    (problem,) = check_hooks(topology_with(algorithm=named))
+    assert function_problems(topology_with(algorithm=named | {"kl": {"type": "k1", "reward_coef": 0.1}})) == []
+    (problem,) = function_problems(topology_with(algorithm=named))
     assert "NoneType" in problem.message
 
 
 def test_a_function_that_hangs_is_refused_in_time() -> None:
     hangs = threading.Event()
-    said = re.escape("algorithm.custom_loss = 'a.py:f': its dry run did not end within 0.05 s (run.check_timeout_s)")
+    said = re.escape("algorithm.loss.function = 'a.py:f': its dry run did not end within 0.05 s (run.check_timeout_s)")
     with pytest.raises(InputError, match=said):
-        within(0.05, "algorithm.custom_loss = 'a.py:f'", lambda: hangs.wait(20) and None)
+        within(0.05, "algorithm.loss.function = 'a.py:f'", lambda: hangs.wait(20) and None)
     hangs.set()
 
 
 def test_a_trainer_refuses_a_faulty_function(file: Path) -> None:
     topology = topology_with(algorithm=algorithm(LOSS, f"{file}:nan"))
-    with pytest.raises(InputError, match=r"custom_loss = .*mine.py:nan': the loss has the value nan"):
+    with pytest.raises(InputError, match=r"loss\.function = .*mine.py:nan': the loss has the value nan"):
         try_plugins(topology, torch.device("cpu"))

@@ -12,8 +12,8 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import StepTimer
 from actors.trainer.step.train_step import TrainStep
+from runtime.functions.load import load_plugin
 from runtime.process.actor import InputError
-from runtime.settings.plugins import load_plugin
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
@@ -99,11 +99,9 @@ def nan(inputs):  # for one sample
     return torch.where(wrong, torch.nan, terms.loss), {}
 """
 NAMED = {
-    "advantage_estimator": "rloo",
-    "use_tis": True,
-    "tis_clip": 1.5,
-    "tis_clip_low": 0.5,
-    "loss_agg_mode": "seq-mean-token-mean",
+    "estimator": {"type": "rloo"},
+    "tis": {"type": "clip", "upper_bound": 1.5, "lower_bound": 0.5},
+    "reduction": {"type": "seq-mean-token-mean"},
 }
 
 
@@ -126,26 +124,26 @@ def trained(make_topology: MakeTopology, **algorithm: Any) -> tuple[dict[str, to
 
 def test_functions_of_the_user_train_what_the_named_ones_train(make_topology: MakeTopology, file: Path) -> None:
     own = {
-        "custom_advantage": f"{file}:advantages",
-        "custom_loss": f"{file}:loss",
-        "custom_tis": f"{file}:weights",
-        "custom_pg_loss_reducer": f"{file}:reduce",
+        "estimator": {"type": "custom", "function": f"{file}:advantages"},
+        "loss": {"type": "custom", "function": f"{file}:loss"},
+        "tis": {"type": "custom", "function": f"{file}:weights"},
+        "reduction": {"type": "custom", "function": f"{file}:reduce"},
     }
     weights, metrics = trained(make_topology, **NAMED)
     torch.manual_seed(3)
-    own_weights, own_metrics = trained(make_topology, use_tis=True, **own)
+    own_weights, own_metrics = trained(make_topology, **own)
     assert own_metrics == metrics
     assert all(torch.equal(own_weights[name], weight) for name, weight in weights.items())
 
 
 def test_a_wrong_shape_later_ends_the_run_by_name(make_topology: MakeTopology, file: Path) -> None:
-    said = r"algorithm.custom_loss = '.*mine.py:short': the loss is a float32 tensor \[\d+\]; expected one number per"
+    said = r"algorithm.loss.function = '.*mine.py:short': the loss is a float32 tensor \[\d+\]; expected one number per"
     with pytest.raises(InputError, match=said):
-        trained(make_topology, custom_loss=f"{file}:short")
+        trained(make_topology, loss={"type": "custom", "function": f"{file}:short"})
 
 
 def test_a_nan_later_masks_its_samples(make_topology: MakeTopology, file: Path) -> None:
-    topology = make_topology(algorithm={"custom_loss": f"{file}:nan"})
+    topology = make_topology(algorithm={"loss": {"type": "custom", "function": f"{file}:nan"}})
     step = TrainStep(topology, Replica(topology, torch.device("cpu")))
     batch = random_batch(1)
     done = step(batch)
@@ -155,7 +153,7 @@ def test_a_nan_later_masks_its_samples(make_topology: MakeTopology, file: Path) 
 
 
 def test_data_returned_as_it_is_trains_the_same(make_topology: MakeTopology, file: Path) -> None:
-    named: dict[str, Any] = {"get_mismatch_metrics": True, "tis_batch_normalize": True, "use_tis": True}
+    named: dict[str, Any] = {"get_mismatch_metrics": True, "tis": {"type": "clip", "batch_normalize": True}}
     weights, metrics = trained(make_topology, **named)
     own, own_metrics = trained(make_topology, rollout_data_postprocess=f"{file}:same", **named)
     assert own_metrics == metrics
@@ -164,11 +162,11 @@ def test_data_returned_as_it_is_trains_the_same(make_topology: MakeTopology, fil
 
 def test_masked_tokens_train_as_if_they_were_masked_in_the_batch(make_topology: MakeTopology, file: Path) -> None:
     """Denominators too; the masked tokens are found with the log-probs of both."""
-    named: dict[str, Any] = {"calculate_per_token_loss": True, "num_steps_per_rollout": 1, "loss_mode": "gspo"}
+    named: dict[str, Any] = {"num_steps_per_rollout": 1, "reduction": {"type": "token-mean"}, "loss": {"type": "gspo"}}
     topology = make_topology(algorithm=named | {"rollout_data_postprocess": f"{file}:without_mismatch"})
     own, batch = Replica(topology, torch.device("cpu")), random_batch()
     old_N = np.zeros_like(batch.rollout_log_probs_N)
-    topology_of_log_probs = make_topology(algorithm=named | {"tis_batch_normalize": True, "use_tis": True})
+    topology_of_log_probs = make_topology(algorithm=named | {"tis": {"type": "clip", "batch_normalize": True}})
     other = TrainStep(topology_of_log_probs, Replica(topology_of_log_probs, torch.device("cpu")))
     columns = other._prepare(batch, other._planner.steps(batch), StepTimer())
     old_N = columns.trainer_log_probs_N.numpy()
@@ -211,7 +209,7 @@ def test_hooks_are_called_around_steps_in_order(make_topology: MakeTopology, fil
     names = {"init": "began", "before_log_prob_hook": "before_log_probs", "before_train_step_hook": "before_step"}
     topology = make_topology(
         train={f"custom_megatron_{key}": f"{file}:{name}" for key, name in names.items()},
-        algorithm={"kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
+        algorithm={"num_steps_per_rollout": 2, "kl": {"type": "k1", "loss_coef": 0.1}},
     )
     rank = TrainerRank(topology, tmp_path / "run")
     rank.train(random_batch(0))

@@ -12,10 +12,10 @@ from actors.trainer.algorithms.corrections import importance_weights
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
 from actors.trainer.plugins.dry_run import try_plugin
 from actors.trainer.plugins.functions import CustomWeights, custom_advantage, custom_weights
+from runtime.functions.load import PluginError
+from runtime.functions.table import ADVANTAGE, WEIGHTS
 from runtime.process.actor import InputError
-from runtime.settings.plugins import PluginError
-from runtime.settings.tables.algorithm import AlgorithmConfig
-from tests.build.topology import topology_with
+from tests.build.topology import algorithm_of, topology_with
 
 FUNCTIONS = """
 import torch
@@ -78,14 +78,15 @@ def columns(numbers: Sequence[int], ratios: Sequence[float], group: object = Non
     )  # fmt: skip
 
 
-def weights(folder: Path, name: str, **algorithm: float) -> CustomWeights:
-    config = AlgorithmConfig(use_tis=True, **algorithm)  # pyright: ignore[reportArgumentType]
-    return custom_weights(f"slime:slimes.py:{name}", (folder,), algorithm=config)
+def weights(folder: Path, name: str, **tis: float) -> CustomWeights:
+    value = f"slime:slimes.py:{name}"
+    config = algorithm_of(tis={"type": "custom", "function": value, **tis})
+    return custom_weights(value, (folder,), algorithm=config)
 
 
 def test_a_function_of_slime_weighs_tokens_as_ours_wherever_they_stand(folder: Path) -> None:
     inputs = columns([2, 0, 2, 0, 0], [0.5, 1.0, 3.0, 1.5, 0.1])
-    correction = weights(folder, "masks", tis_clip=2.0, tis_clip_low=0.2)(inputs)
+    correction = weights(folder, "masks", upper_bound=2.0, lower_bound=0.2)(inputs)
     ours = importance_weights(inputs, mode="mask", low=0.2, high=2.0)
     assert correction.factors.tolist() == pytest.approx([0.5, 1.0, 0.0, 1.5, 0.0])  # by hand
     torch.testing.assert_close(correction.factors, ours.factors)
@@ -94,7 +95,7 @@ def test_a_function_of_slime_weighs_tokens_as_ours_wherever_they_stand(folder: P
 
 def test_tokens_that_a_function_takes_out_of_the_mask_have_the_factor_0(folder: Path) -> None:
     # geometric means: of 2 and 8 it is 4, of 1 and 2 the root of 2
-    correction = weights(folder, "rejects", tis_clip=3.0)(columns([1, 0, 1, 0], [2.0, 1.0, 8.0, 2.0]))
+    correction = weights(folder, "rejects", upper_bound=3.0)(columns([1, 0, 1, 0], [2.0, 1.0, 8.0, 2.0]))
     assert correction.factors.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert correction.metrics["train/mis_ratio"].tolist() == pytest.approx([4.0, 2**0.5, 4.0, 2**0.5])
 
@@ -117,7 +118,7 @@ def test_a_micro_batch_without_trained_tokens_has_the_same_metrics(folder: Path)
 def test_a_faulty_function_is_refused_before_the_run(folder: Path, name: str, problem: str) -> None:
     value = f"slime:slimes.py:{name}"
     with pytest.raises(InputError) as caught:
-        try_plugin(topology_with(), "algorithm.custom_tis", value, base_dirs=(folder,))
+        try_plugin(topology_with(), WEIGHTS, "algorithm.tis.function", value, (folder,))
     assert problem in str(caught.value)
     assert value in str(caught.value)
 
@@ -136,6 +137,6 @@ def test_post_processed_rewards_are_advantages(folder: Path) -> None:
     )  # fmt: skip
     found = custom_advantage("slime:slimes.py:centred", (folder,))(inputs)
     np.testing.assert_allclose(found.advantages, np.repeat([0.5, -1.0, np.nan, -0.5, 1.0], 3))
-    try_plugin(topology_with(), "algorithm.custom_advantage", "slime:slimes.py:centred", base_dirs=(folder,))
+    try_plugin(topology_with(), ADVANTAGE, "algorithm.estimator.function", "slime:slimes.py:centred", (folder,))
     with pytest.raises(InputError, match=r"as rewards; expected 2 numbers"):
-        try_plugin(topology_with(), "algorithm.custom_advantage", "slime:slimes.py:too_few", base_dirs=(folder,))
+        try_plugin(topology_with(), ADVANTAGE, "algorithm.estimator.function", "slime:slimes.py:too_few", (folder,))

@@ -45,12 +45,12 @@ class ReferenceTrainer:
                     before = torch.where(sample["age"] == age, older, before)
                 sample["before"] = before
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
-                if algorithm.use_opd and algorithm.opd_kl_coef:
+                if algorithm.opd is not None and algorithm.opd.kl_coef:
                     sample["teacher"] = self._outputs(self._teacher, sample)[0]
-                if algorithm.kl_loss_coef or algorithm.kl_coef:
+                if algorithm.kl.loss_coef or algorithm.kl.reward_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
         self._set_advantages(samples)
-        if algorithm.tis_batch_normalize:
+        if algorithm.tis is not None and algorithm.tis.batch_normalize:
             weights = sum((self._weight(sample) * sample["mask"]).sum() for sample in samples)
             self._mean_weight = float(weights / sum(sample["mask"].sum() for sample in samples))
         num_rollouts = samples[-1]["rollout"] + 1
@@ -88,16 +88,16 @@ class ReferenceTrainer:
 
     def _set_advantages(self, samples: list[dict[str, Any]]) -> None:
         algorithm = self._topology.algorithm
-        if algorithm.advantage_estimator == "gdpo":
+        if algorithm.estimator.type == "gdpo":
             columns = [[sample["named"][place] for sample in samples] for place in range(len(samples[0]["named"]))]
-            weighted = zip(algorithm.gdpo_reward_weights, columns, strict=True)
+            weighted = zip(algorithm.estimator.reward_weights, columns, strict=True)
             parts = [[weight * one for one in self._compared(samples, rewards)] for weight, rewards in weighted]
             found = [sum(of_sample) for of_sample in zip(*parts, strict=True)]
-        elif algorithm.advantage_estimator == "reinforce_plus_plus":
+        elif algorithm.estimator.type == "reinforce_plus_plus":
             found = [self._returns(sample) for sample in samples]
         else:
-            penalties = [self._divergence(sample) * algorithm.kl_coef for sample in samples]
-            before = algorithm.kl_before_normalization
+            penalties = [self._divergence(sample) * algorithm.kl.reward_coef for sample in samples]
+            before = algorithm.kl.before_normalization
             lost = [float(penalty.sum()) if before else 0.0 for penalty in penalties]
             rewards = [sample["reward"] - less for sample, less in zip(samples, lost, strict=True)]
             compared = self._compared(samples, rewards)
@@ -106,27 +106,27 @@ class ReferenceTrainer:
             sample["advantage"] = torch.zeros_like(sample["old"]) + advantage
             if "teacher" in sample:
                 gap = sample["old"] - sample["teacher"]
-                sample["advantage"] = sample["advantage"] - algorithm.opd_kl_coef * gap
+                sample["advantage"] = sample["advantage"] - algorithm.opd.kl_coef * gap
         if algorithm.normalize_advantages:
             self._whiten(samples)
 
     def _divergence(self, sample: dict[str, Any]) -> torch.Tensor:
         """Of the old policy from the reference, by k1 or k3; 0 where the token does not train."""
-        if not self._topology.algorithm.kl_coef:
+        if not self._topology.algorithm.kl.reward_coef:
             return torch.zeros_like(sample["old"])
         x = sample["old"] - sample["ref"]
-        k1 = self._topology.algorithm.kl_loss_type == "k1"
+        k1 = self._topology.algorithm.kl.type == "k1"
         return (x if k1 else (-x).exp() - 1 + x) * sample["mask"]
 
     def _returns(self, sample: dict[str, Any]) -> torch.Tensor:
         """Discounted return of each token; the reward is on the last one that trains."""
         algorithm, mask = self._topology.algorithm, sample["mask"]
-        rewards = -algorithm.kl_coef * self._divergence(sample)
+        rewards = -algorithm.kl.reward_coef * self._divergence(sample)
         if mask.any():
             rewards[mask.nonzero()[-1]] += sample["reward"]
         found, following = torch.zeros_like(rewards), 0.0
         for token in range(len(rewards) - 1, -1, -1):
-            following = float(rewards[token]) + algorithm.gamma * following
+            following = float(rewards[token]) + algorithm.estimator.gamma * following
             found[token] = following
         return found
 
@@ -143,13 +143,13 @@ class ReferenceTrainer:
     def _advantage(self, sample: dict[str, Any], reward: float, votes: list[float]) -> float:
         """Of a reward among the votes of its group's rollouts."""
         mean, number = sum(votes) / len(votes), len(votes)
-        if self._topology.algorithm.advantage_estimator == "remax":
+        if self._topology.algorithm.estimator.type == "remax":
             return reward - sample["baseline"]
-        if self._topology.algorithm.advantage_estimator == "rloo":
+        if self._topology.algorithm.estimator.type == "rloo":
             return reward - (sum(votes) - reward) / (number - 1)
-        if self._topology.algorithm.advantage_estimator == "maxrl":
+        if self._topology.algorithm.estimator.type == "maxrl":
             return (reward - mean) / mean if mean > 0 else 0.0
-        if self._topology.algorithm.disable_grpo_std_normalization:
+        if not getattr(self._topology.algorithm.estimator, "normalize_std", False):
             return reward - mean
         std = math.sqrt(sum((vote - mean) ** 2 for vote in votes) / (number - 1))
         return (reward - mean) / (std + 1e-6)
@@ -174,24 +174,24 @@ class ReferenceTrainer:
         algorithm = self._topology.algorithm
         log_probs, entropy = self._outputs(self.model, sample)
         pg_loss = self._policy_loss(sample, log_probs)
-        if algorithm.use_tis:
+        if algorithm.tis is not None:
             pg_loss = pg_loss * self._weight(sample, log_probs.detach()) / self._mean_weight
-        if algorithm.use_rs:  # the denominators, the entropy and the divergence of rejected tokens stay
+        if algorithm.rs is not None:  # the denominators, the entropy and the divergence of rejected tokens stay
             ratio = (sample["before"] - sample["engine"]).exp()
-            pg_loss = pg_loss * ((ratio >= algorithm.rs_lower_bound) & (ratio <= algorithm.rs_upper_bound))
+            pg_loss = pg_loss * ((ratio >= algorithm.rs.lower_bound) & (ratio <= algorithm.rs.upper_bound))
         loss = pg_loss - algorithm.entropy_coef * entropy
         terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
-        if algorithm.kl_loss_coef:
+        if algorithm.kl.loss_coef:
             x = log_probs - sample["ref"]
             terms["kl_loss"] = (-x).exp() - 1 + x  # k3
-            loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
+            loss = loss + algorithm.kl.loss_coef * terms["kl_loss"]
         if algorithm.positive_example_nll_weight:
             terms["positive_nll_loss"] = -log_probs * (sample["reward"] > 0)
         if "teacher" in sample:
             terms["opd_reverse_kl"] = sample["old"] - sample["teacher"]
-        if algorithm.distillation_loss_coef:
+        if getattr(algorithm.opd, "distillation", None) is not None:
             terms["distillation_kl"] = self._distillation(sample)
-            loss = loss + algorithm.distillation_loss_coef * terms["distillation_kl"]
+            loss = loss + algorithm.opd.distillation.coef * terms["distillation_kl"]
         return terms | {"loss": loss}
 
     def _distillation(self, sample: dict[str, Any]) -> torch.Tensor:
@@ -201,35 +201,37 @@ class ReferenceTrainer:
         teacher = torch.full_like(spread, -100.0).scatter(1, sample["topk_ids"], sample["topk"])
         among = torch.zeros_like(spread).scatter(1, sample["topk_ids"], 1.0)
         forward = (among * teacher.exp() * (teacher - spread)).sum(-1)
-        counted = torch.ones_like(spread) if algorithm.zero_outside_topk else among
+        counted = torch.ones_like(spread) if getattr(algorithm.opd.distillation, "zero_outside_topk", False) else among
         reverse = (counted * spread.exp() * (spread - teacher)).sum(-1)
-        share = {"forward": 1.0, "reverse": 0.0, "mixed": algorithm.mixed_kl_weight}[algorithm.distillation_kl_type]
+        share = {"forward": 1.0, "reverse": 0.0, "mixed": getattr(algorithm.opd.distillation, "mixed_kl_weight", 0.5)}[
+            algorithm.opd.distillation.type
+        ]
         return share * forward + (1 - share) * reverse
 
     def _weight(self, sample: dict[str, Any], current: torch.Tensor | None = None) -> torch.Tensor:
         policy = current if self._topology.algorithm.bypass_mode else sample["before"]
         log_ratio = (policy - sample["engine"]) * sample["mask"]
-        if self._topology.algorithm.tis_level == "geometric":
+        if self._topology.algorithm.tis.level == "geometric":
             log_ratio = (log_ratio.sum() / sample["mask"].sum().clamp(min=1)).expand_as(log_ratio)
-        return log_ratio.exp().clamp(self._topology.algorithm.tis_clip_low, self._topology.algorithm.tis_clip)
+        return log_ratio.exp().clamp(self._topology.algorithm.tis.lower_bound, self._topology.algorithm.tis.upper_bound)
 
     def _policy_loss(self, sample: dict[str, Any], log_probs: torch.Tensor) -> torch.Tensor:
         algorithm, advantage = self._topology.algorithm, sample["advantage"]
         log_ratio = log_probs - sample["old"]
-        if "gspo" in (algorithm.loss_mode, algorithm.advantage_estimator):
+        if algorithm.loss.type == "gspo":
             mean = (log_ratio * sample["mask"]).sum() / sample["mask"].sum().clamp(min=1)
             log_ratio = mean.expand_as(log_ratio)
-        if algorithm.loss_mode == "prime_rl":
+        if algorithm.loss.type == "prime_rl":
             over_engine = log_probs - sample["engine"]
             moved = (log_probs.exp() - sample["engine"].exp()) * torch.where(advantage > 0, 1, -1)
             kept = (moved <= 0.2).float().detach()
             return -advantage * over_engine.exp() * kept + 1e-3 * over_engine**2
-        if algorithm.loss_mode == "gpg":
+        if algorithm.loss.type == "gpg":
             return -advantage * log_probs
         ratio = log_ratio.exp()
-        high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
-        clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + high)
-        if algorithm.loss_mode == "cispo":
+        high = algorithm.loss.eps_clip if algorithm.loss.eps_clip_high is None else algorithm.loss.eps_clip_high
+        clipped = ratio.clamp(1 - algorithm.loss.eps_clip, 1 + high)
+        if algorithm.loss.type == "cispo":
             return -clipped.detach() * advantage * log_probs
         return torch.max(-ratio * advantage, -clipped * advantage)
 
@@ -242,12 +244,12 @@ class ReferenceTrainer:
             siblings = [other["mask"].sum() for other in samples if other["rollout"] == sample["rollout"]]
             weight = (
                 1 / num_tokens
-                if algorithm.calculate_per_token_loss
+                if algorithm.reduction.type == "token-mean"
                 else 1 / (sum(siblings).clamp(min=1) * num_rollouts)
             )
-            if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
-                weight = 1 / (algorithm.loss_scale_factor * num_rollouts)
-            if algorithm.loss_agg_mode == "seq-mean-token-mean":
+            if algorithm.reduction.type == "seq-mean-token-sum-norm":
+                weight = 1 / (algorithm.reduction.scale_factor * num_rollouts)
+            if algorithm.reduction.type == "seq-mean-token-mean":
                 weight = 1 / (sample["mask"].sum().clamp(min=1) * len(samples))
             good = sum(other["mask"].sum() for other in samples if other["reward"] > 0)
             for name, values in self._token_losses(sample).items():

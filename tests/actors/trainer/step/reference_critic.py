@@ -46,7 +46,7 @@ class ReferenceCritic:
 
     def _step(self, batch: TrainBatch, values_N: Any, returns_N: Any, rollouts: range) -> float:
         """One optimizer step on the samples of some rollouts."""
-        clip, total = self._topology.algorithm.value_clip, torch.zeros(())
+        clip, total = self._topology.algorithm.estimator.value_clip, torch.zeros(())
         members = np.isin(batch.rollouts_B, rollouts)
         num_tokens = batch.mask_sums_B[members].sum()
         for sample in np.flatnonzero(members).tolist():
@@ -58,9 +58,9 @@ class ReferenceCritic:
             clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
             errors = torch.maximum((values - goal) ** 2, (clipped - goal) ** 2)
             siblings = batch.mask_sums_B[batch.rollouts_B == batch.rollouts_B[sample]].sum()
-            per_token = self._topology.algorithm.calculate_per_token_loss
+            per_token = self._topology.algorithm.reduction.type == "token-mean"
             total = total + (errors * mask).sum() / (num_tokens if per_token else max(siblings, 1) * len(rollouts))
-        total = self._topology.algorithm.value_loss_coef * total
+        total = self._topology.algorithm.estimator.value_loss_coef * total
         self._adam.zero_grad()
         total.backward()
         parameters = [one for group in self._adam.param_groups for one in group["params"] if one.grad is not None]

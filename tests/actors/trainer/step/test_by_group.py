@@ -19,7 +19,7 @@ from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import groups_of, random_batch
 from tests.build.topology import MakeTopology
 
-WITH_REFERENCE = {"kl_loss_coef": 0.3, "kl_loss_type": "k3"}
+WITH_REFERENCE = {"kl": {"type": "k3", "loss_coef": 0.3}}
 Results = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 

@@ -1,4 +1,4 @@
-"""Estimator and loss: every allowed pair is computed, every other is refused with its reason; and the page of them."""
+"""Estimator, loss and correction: every allowed combination is computed, and what is refused; and the page of them."""
 
 from typing import Final, get_args
 
@@ -11,18 +11,23 @@ from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.step.estimator import token_advantages
 from actors.trainer.step.objective import Objective, corrections
 from runtime.settings.load import load_topology
+from runtime.settings.reading.config import type_of
 from runtime.settings.recipe import Recipe
 from runtime.settings.reference.combinations import combinations_page
-from runtime.settings.rules.algorithm import APPLIES, REFUSALS, algorithm_problems, refusal
-from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator, LossMode
+from runtime.settings.rules.algorithm import algorithm_problems, allows
+from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss, LossTable
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
-from tests.grid.functions import NEEDED
+from tests.build.topology import algorithm_of, joined
+from tests.grid.functions import NEEDED, types_of
 from tests.runtime.settings.shipped import LAPTOP
 
 RECIPE: Final[Recipe] = load_topology(LAPTOP, ()).topology
 LENGTHS: Final = (3, 2, 4, 1, 2, 3)
-ESTIMATORS, LOSSES = get_args(Estimator), get_args(LossMode)
+ESTIMATORS = types_of(Estimator)
+LOSSES = [table for table in get_args(Loss) if table.learns_from == "samples" and type_of(table) != "custom"]
 
 
 def refused(algorithm: AlgorithmConfig) -> dict[str, str]:
@@ -44,16 +49,15 @@ def batch() -> AdvantageInputs:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_pair_is_computed_or_refused(estimator: Estimator) -> None:
+def test_every_pair_is_computed(estimator: str) -> None:
     draw, given = np.random.default_rng(5), batch()
     new, old, rollout = (torch.from_numpy(-np.abs(draw.normal(size=sum(LENGTHS)))) for _ in range(3))
-    for loss_mode in LOSSES:
-        algorithm = AlgorithmConfig(advantage_estimator=estimator, loss_mode=loss_mode, **NEEDED.get(estimator, {}))
-        problems, reason = refused(algorithm), refusal(estimator, loss_mode)
-        assert problems == ({"algorithm.loss_mode": problems["algorithm.loss_mode"]} if reason else {}), loss_mode
-        assert reason in problems.get("algorithm.loss_mode", "")
-        if reason:
-            continue
+    for table in LOSSES:
+        name = type_of(table)
+        algorithm = algorithm_of(
+            **joined({"estimator": {"type": estimator}, "loss": {"type": name}}, NEEDED.get(estimator, {}))
+        )
+        assert refused(algorithm) == {}
         advantages = torch.from_numpy(token_advantages(given, algorithm, "zero").advantages)
         policy = new.clone().requires_grad_()
         columns = inputs(policy, old, advantages, rollout=rollout, lengths=LENGTHS)
@@ -62,32 +66,30 @@ def test_every_pair_is_computed_or_refused(estimator: Estimator) -> None:
         loss.sum().backward()
         assert policy.grad is not None
         assert policy.grad.isfinite().all()
-        assert policy.grad.abs().sum() > 0, loss_mode
+        assert policy.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("loss_mode", LOSSES)
-def test_every_correction_of_a_loss_is_computed_or_refused(loss_mode: LossMode) -> None:
+@pytest.mark.parametrize("table", LOSSES, ids=type_of)
+def test_every_correction_of_a_loss_is_computed_or_refused(table: type[LossTable]) -> None:
     draw = np.random.default_rng(5)
     new, old, rollout, advantages = (torch.from_numpy(-np.abs(draw.normal(size=12))) for _ in range(4))
-    given = inputs(new.requires_grad_(), old, advantages, rollout=rollout, lengths=(4, 8))
-    for name in ("use_tis", "use_rs", "use_opsm"):
-        algorithm = AlgorithmConfig(loss_mode=loss_mode, **{name: True})
+    given, loss = inputs(new.requires_grad_(), old, advantages, rollout=rollout, lengths=(4, 8)), type_of(table)
+    for name, correction in {"tis": {"type": "clip"}, "rs": {"type": "ratio"}, "opsm_delta": 1e-4}.items():
+        algorithm = algorithm_of(loss={"type": loss}, **{name: correction})
         problems = refused(algorithm)
-        if loss_mode in APPLIES[name].choices:
+        if allows(table, name):
             assert problems == {}
-            (correction,) = corrections(algorithm)
-            expected = Objective(AlgorithmConfig(loss_mode=loss_mode))(given, entropy_coef=0.0).loss
-            loss = Objective(algorithm)(given, entropy_coef=0.0).loss
-            torch.testing.assert_close(loss, expected * correction(given).factors)
+            (found,) = corrections(algorithm)
+            expected = Objective(algorithm_of(loss={"type": loss}))(given, entropy_coef=0.0).loss
+            total = Objective(algorithm)(given, entropy_coef=0.0).loss
+            torch.testing.assert_close(total, expected * found(given).factors)
         else:
-            assert "has no effect with algorithm.loss_mode" in problems[f"algorithm.{name}"]
+            key = "opsm_delta" if name == "opsm_delta" else f"{name}.type"
+            assert f'has no effect with algorithm.loss.type = "{loss}"' in problems[f"algorithm.{key}"]
 
 
-def test_the_page_says_what_the_declaration_says() -> None:
-    page = combinations_page()
-    for item in REFUSALS:
-        assert f" It {item.reason}." in page
-    row = next(line for line in page.splitlines() if line.startswith("| `gspo` | "))
-    assert row.count("yes") == 1
-    row = next(line for line in page.splitlines() if line.startswith("| `grpo` | "))
-    assert row.count("yes") == len(LOSSES)
+def test_the_page_says_what_the_classes_say() -> None:
+    rows = [line.split(" | ") for line in combinations_page().splitlines() if line.startswith("| `")]
+    answers = {row[0].strip("| `"): [cell.strip(" |") for cell in row[1:]] for row in rows}
+    assert answers["prime_rl"] == ["no"] * 5
+    assert answers["rloo"] == ["yes", "yes", "yes", "yes", "no"]

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD
 from actors.trainer.step.critic import Critic, Estimates
 from actors.trainer.step.estimator import advantage_inputs
 from actors.trainer.step.train_step import TrainStep
+from runtime.settings.tables.estimators import Grpo
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.step.reference_critic import ReferenceCritic, head_of
@@ -22,11 +24,14 @@ from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
+PPO = {"estimator": {"type": "ppo"}}
 
 
 def steps_of(topology: Topology, batch: TrainBatch) -> tuple[Any, torch.Tensor]:
     """Optimizer steps of a batch, and the weights of its tokens."""
-    steps = TrainStep(topology, Replica(topology, CPU))._planner.steps(batch)
+    algorithm = msgspec.structs.replace(topology.algorithm, estimator=Grpo())  # a policy's step, without a critic
+    plain = msgspec.structs.replace(topology, algorithm=algorithm)
+    steps = TrainStep(plain, Replica(plain, CPU))._planner.steps(batch)
     weights = batch.spread(np.concatenate([step.reduction.token_weights for step in steps]))
     return steps, torch.from_numpy(weights)
 
@@ -38,7 +43,10 @@ def test_a_critic_starts_from_a_policy_and_learns_as_an_independent_loop(
     model = write_model(tmp_path / "weights", tied=tied)
     topology = make_topology(
         model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
-        algorithm={"num_steps_per_rollout": 1, "value_clip": 0.05, "value_loss_coef": 0.5},
+        algorithm={
+            "num_steps_per_rollout": 1,
+            "estimator": {"type": "ppo", "value_clip": 0.05, "value_loss_coef": 0.5},
+        },
         critic={"lr": 3e-3, "init_method_std": 0.3},
         trainer={"packed": packed},
     )
@@ -65,7 +73,9 @@ def test_a_critic_starts_from_a_policy_and_learns_as_an_independent_loop(
 def test_a_new_value_head_is_normal_and_one_in_the_files_is_kept(make_topology: MakeTopology, tmp_path: Path) -> None:
     write_model(tmp_path / "weights", tied=False)
     topology = make_topology(
-        model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False}, critic={"init_method_std": 0.5}
+        model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
+        critic={"init_method_std": 0.5},
+        algorithm=PPO,
     )
     new = head_of(Critic(topology, CPU))
     assert new.std().item() == pytest.approx(0.5, rel=0.6)
@@ -75,7 +85,9 @@ def test_a_new_value_head_is_normal_and_one_in_the_files_is_kept(make_topology: 
     del stored["lm_head.weight"]
     save_file(stored, tmp_path / "weights" / "model.safetensors", metadata={"format": "pt"})
     other = make_topology(
-        model={"random_init": True}, critic={"hf_checkpoint": str(tmp_path / "weights"), "init_method_std": 0.5}
+        model={"random_init": True},
+        critic={"hf_checkpoint": str(tmp_path / "weights"), "init_method_std": 0.5},
+        algorithm=PPO,
     )
     critic = Critic(other, CPU)
     assert torch.equal(head_of(critic), torch.full_like(new, 0.25))
@@ -83,7 +95,7 @@ def test_a_new_value_head_is_normal_and_one_in_the_files_is_kept(make_topology: 
 
 
 def test_a_sample_with_a_return_that_is_not_finite_is_masked(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"num_steps_per_rollout": 1})
+    topology = make_topology(algorithm={"num_steps_per_rollout": 1, **PPO})
     critic, batch = Critic(topology, CPU), random_batch()
     values_N, returns_N = critic.values(batch, batch.loss_mask_N != 0), np.ones(len(batch.tokens_N))
     returns_N[batch.tokens_of(np.array([2]))] = math.nan

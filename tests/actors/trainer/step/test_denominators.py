@@ -44,7 +44,7 @@ def gradient(topology: Topology, batch: TrainBatch) -> Tensor:
 
 
 def topology_of(make_topology: MakeTopology, *, per_token: bool, **megatron: Any) -> Topology:
-    algorithm = {"num_steps_per_rollout": 1, "calculate_per_token_loss": per_token}
+    algorithm = {"num_steps_per_rollout": 1, "reduction": {"type": "token-mean" if per_token else "rollout-mean"}}
     trainer = {"megatron": megatron}
     return make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": 50}, trainer=trainer)
 

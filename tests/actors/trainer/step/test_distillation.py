@@ -12,7 +12,7 @@ from actors.trainer.data.batch import make_micro_batch
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.step.test_train_step import compared, trainer
 from tests.actors.trainer.tiny import random_batch, with_topk
-from tests.build.topology import MakeTopology
+from tests.build.topology import MakeTopology, joined
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -24,7 +24,7 @@ def test_distillation_from_a_teacher_in_the_trainer_equals_an_independent_loop(
     model, teacher = write_model(directories[0]), write_model(directories[1], initializer_range=0.1)
     topology = make_topology(
         model={"hf_checkpoint": str(directories[0]), "random_init": False, "opd_teacher_load": str(directories[1])},
-        algorithm={"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.5, "num_steps_per_rollout": steps}
+        algorithm={"num_steps_per_rollout": steps, "opd": {"type": "megatron", "kl_coef": 0.5}}
         | {"use_rollout_logprobs": use_rollout_logprobs},
         rollout={"temperature": 0.8},
     )
@@ -34,12 +34,19 @@ def test_distillation_from_a_teacher_in_the_trainer_equals_an_independent_loop(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"distillation_kl_type": "forward"},
-        {"distillation_kl_type": "reverse", "num_steps_per_rollout": 4, "entropy_coef": 0.1},
-        {"distillation_kl_type": "reverse", "zero_outside_topk": True, "distillation_loss_coef": 0.01},
-        {"distillation_kl_type": "mixed", "mixed_kl_weight": 0.3, "num_steps_per_rollout": 1},
+        {"opd": {"distillation": {"type": "forward"}}},
+        {
+            "num_steps_per_rollout": 4,
+            "entropy_coef": 0.1,
+            "opd": {"distillation": {"type": "reverse"}},
+        },
+        {"opd": {"distillation": {"type": "reverse", "zero_outside_topk": True, "coef": 0.01}}},
+        {
+            "num_steps_per_rollout": 1,
+            "opd": {"distillation": {"type": "mixed", "mixed_kl_weight": 0.3}},
+        },
     ],
-    ids=lambda settings: f"{settings['distillation_kl_type']}, {len(settings)}",
+    ids=lambda settings: f"{settings['opd']['distillation']['type']}, {len(settings)}",
 )
 def test_distillation_from_likeliest_tokens_equals_an_independent_loop(
     make_topology: MakeTopology, tmp_path: Path, settings: dict[str, Any]
@@ -47,14 +54,14 @@ def test_distillation_from_likeliest_tokens_equals_an_independent_loop(
     model = write_model(tmp_path / "weights")
     topology = make_topology(
         model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
-        algorithm={"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0, "distillation_loss_coef": 0.5} | settings,
+        algorithm=joined({"opd": {"type": "sglang", "kl_coef": 0.0, "distillation": {"coef": 0.5}}}, settings),
     )
     compared(topology, model, [with_topk(random_batch(step)) for step in range(2)])
 
 
 def test_without_rewards_the_teacher_alone_is_followed(make_topology: MakeTopology) -> None:
     """All rewards equal: the loss is the divergence, whose gradient moves the weights, and which falls."""
-    algorithm = {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0, "distillation_loss_coef": 1.0}
+    algorithm = {"opd": {"type": "sglang", "kl_coef": 0.0, "distillation": {"type": "forward", "coef": 1.0}}}
     topology = make_topology(algorithm=algorithm, optimizer={"lr": 1e-2})
     step, _ = trainer(topology)
     batch = with_topk(random_batch(0))
@@ -68,22 +75,22 @@ def test_without_rewards_the_teacher_alone_is_followed(make_topology: MakeTopolo
         step(replace(batch, step=4, teacher_topk_ids_N=None, teacher_topk_log_probs_N=None))
 
 
-@pytest.mark.parametrize("divergence", ["kl_loss_coef", "kl_coef"])
+@pytest.mark.parametrize("divergence", ["loss_coef", "reward_coef"])
 def test_columns_of_engines_train_as_the_same_log_probs_of_the_trainer(
     make_topology: MakeTopology, tmp_path: Path, divergence: str
 ) -> None:
     """A teacher and a reference in engine pools: the batch has their columns, and the trainer keeps no weights."""
     write_model(tmp_path / "teacher", initializer_range=0.1)
-    algorithm = {"use_opd": True, divergence: 0.2}
+    algorithm = {"kl": {"type": "k1", divergence: 0.2}}
     model = {"ref_load": str(tmp_path / "teacher"), "opd_teacher_load": str(tmp_path / "teacher")}
-    step, _ = trainer(make_topology(model=model, algorithm=algorithm | {"opd_type": "megatron"}))
+    step, _ = trainer(make_topology(model=model, algorithm=algorithm | {"opd": {"type": "megatron"}}))
     batch = random_batch(0)
     micro_batches = [make_micro_batch(batch, np.arange(len(batch.lengths_B)), packed=False)]
     assert step._log_probs.teacher is not None
     column_N = step._log_probs.teacher.log_probs(batch, micro_batches)
     expected = step(batch).metrics
     topology = make_topology(
-        algorithm=algorithm | {"opd_type": "sglang"},
+        algorithm=algorithm | {"opd": {"type": "sglang"}},
         engines={"ref": {"kind": "tiny", "hf_checkpoint": "none"}},
     )
     other, _ = trainer(topology)
@@ -91,7 +98,7 @@ def test_columns_of_engines_train_as_the_same_log_probs_of_the_trainer(
     found = other(replace(batch, teacher_log_probs_N=column_N, ref_log_probs_N=column_N)).metrics
     for name in ("train/loss", "train/opd_reverse_kl", "train/grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
-    without, _ = trainer(make_topology(algorithm={"use_opd": True, "opd_type": "sglang"}))
+    without, _ = trainer(make_topology(algorithm={"opd": {"type": "sglang"}}))
     assert without(replace(batch, teacher_log_probs_N=column_N)).metrics["train/loss"] != pytest.approx(
         expected["train/loss"], rel=1e-5
     )
@@ -106,7 +113,7 @@ def test_the_policy_is_bit_equal_before_and_after_a_pass_of_the_teacher(
 ) -> None:
     write_model(tmp_path / "teacher", initializer_range=0.1)
     model = {"opd_teacher_load": str(tmp_path / "teacher")}
-    step, replica = trainer(make_topology(model=model, algorithm={"use_opd": True, "opd_type": "megatron"}))
+    step, replica = trainer(make_topology(model=model, algorithm={"opd": {"type": "megatron"}}))
     batch = random_batch(0)
     micro_batches = [make_micro_batch(batch, np.arange(len(batch.lengths_B)), packed=False)]
     before = {name: weight.clone() for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items()}

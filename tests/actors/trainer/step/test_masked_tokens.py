@@ -14,7 +14,7 @@ PREFIX = "train/masked_tokens/"
 
 
 def test_tokens_are_counted_by_rule_in_the_first_train_step_alone(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"use_rs": True, "rs_upper_bound": 2.0, "rs_veto_threshold": 1e-3})
+    topology = make_topology(algorithm={"rs": {"type": "ratio", "upper_bound": 2.0, "veto_threshold": 1e-3}})
     batch, step = random_batch(), trainer(topology)[0]
     trains = np.flatnonzero(batch.loss_mask_N)
     mask, staleness = batch.loss_mask_N.copy(), np.where(batch.loss_mask_N, 0, -1).astype(np.int32)
@@ -40,7 +40,7 @@ def test_tokens_are_counted_by_rule_in_the_first_train_step_alone(make_topology:
 
 
 def test_the_tokens_of_a_sample_without_a_finite_loss_are_counted_as_such(make_topology: MakeTopology) -> None:
-    batch, topology = random_batch(), make_topology(algorithm={"disable_rewards_normalization": True})
+    batch, topology = random_batch(), make_topology(algorithm={"estimator": {"type": "grpo", "normalize": False}})
     sample, rewards = int(np.argmax(batch.mask_sums_B)), batch.rewards_B.copy()
     rewards[sample] = np.nan
     metrics = trainer(topology)[0](replace(batch, rewards_B=rewards)).metrics
@@ -52,11 +52,12 @@ def test_the_terminal_has_one_line_of_them() -> None:
     nothing = {"train/num_response_tokens": 1200.0, f"{PREFIX}clip": 0.0}
     assert masked_line(nothing) == "first train step: no rule masked any of 1,200 response tokens"
     some = nothing | {f"{PREFIX}clip": 1010.0, f"{PREFIX}veto": 3.0}
-    assert masked_line(some) == "first train step: masked or limited of 1,200 response tokens: clip 1,010, veto 3"
+    counts = "1,010 clip (their probability has changed too much), 3 veto"
+    assert masked_line(some) == f"first train step: masked or limited of 1,200 response tokens: {counts}"
 
 
 def test_a_dump_has_the_rules_of_each_token_and_what_the_trainer_thought_of_it(make_topology: MakeTopology) -> None:
-    algorithm = {"use_rs": True, "rs_upper_bound": 2.0}
+    algorithm = {"rs": {"type": "ratio", "upper_bound": 2.0}}
     topology = make_topology(algorithm=algorithm, observe={"tokens": True}, run={"dump_details": "d"})
     batch, step = random_batch(), trainer(topology)[0]
     trains = np.flatnonzero(batch.loss_mask_N)

@@ -7,7 +7,9 @@ import torch
 
 from actors.trainer.step.objective import Objective
 from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.losses import PpoLoss
 from tests.build.losses import inputs
+from tests.build.topology import algorithm_of, joined
 
 POLICY = ["train/loss", "train/pg_loss", "train/entropy_loss", "train/pg_clipfrac", "train/ppo_kl"]
 POLICY.append("train/ratio_clampfrac")
@@ -23,29 +25,34 @@ def columns(count: int = 64) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"kl_loss_coef": 0.2, "kl_loss_type": "k3"}, {"entropy_coef": 0.1, "eps_clip_c": 3.0}],
+    [{}, {"kl": {"type": "k3", "loss_coef": 0.2}}, {"entropy_coef": 0.1, "loss": {"type": "ppo", "eps_clip_c": 3.0}}],
     ids=["policy", "divergence", "entropy"],
 )
 def test_grpo_is_the_clipped_loss_minus_entropy_plus_divergence(algorithm: dict[str, Any]) -> None:
-    config, given = AlgorithmConfig(eps_clip_high=0.28, **algorithm), columns()
+    config, given = algorithm_of(**joined({"loss": {"type": "ppo", "eps_clip_high": 0.28}}, algorithm)), columns()
     loss, metrics = Objective(config)(inputs(**given), entropy_coef=config.entropy_coef)
     ratio = torch.exp(-(given["old"] - given["new"]))
     policy = torch.maximum(-ratio * given["advantages"], -ratio.clamp(0.8, 1.28) * given["advantages"])
-    if config.eps_clip_c is not None:
-        bound = torch.minimum(policy, -config.eps_clip_c * given["advantages"])
+    assert isinstance(config.loss, PpoLoss)
+    if config.loss.eps_clip_c is not None:
+        bound = torch.minimum(policy, -config.loss.eps_clip_c * given["advantages"])
         policy = torch.where(given["advantages"] < 0, bound, policy)
     expected = policy - config.entropy_coef * given["entropy"] if config.entropy_coef else policy
-    if config.kl_loss_coef:
+    if config.kl.loss_coef:
         difference = given["new"] - given["ref"]
-        expected = expected + config.kl_loss_coef * (torch.exp(-difference) - 1 + difference)
+        expected = expected + config.kl.loss_coef * (torch.exp(-difference) - 1 + difference)
     assert torch.equal(loss, expected)
     assert torch.equal(metrics["train/pg_loss"], policy)
 
 
 def test_the_names_of_the_metrics_are_known_before_the_first_token() -> None:
     assert list(Objective(AlgorithmConfig()).names) == POLICY
-    assert list(Objective(AlgorithmConfig(kl_loss_coef=0.1)).names) == [*POLICY, "train/kl_loss", "train/kl_clampfrac"]
-    assert list(Objective(AlgorithmConfig(loss_type="sft_loss")).names) == [
+    assert list(Objective(algorithm_of(kl={"type": "k1", "loss_coef": 0.1})).names) == [
+        *POLICY,
+        "train/kl_loss",
+        "train/kl_clampfrac",
+    ]
+    assert list(Objective(algorithm_of(loss={"type": "sft"})).names) == [
         "train/loss",
         "train/sft_loss",
         "train/entropy_loss",
@@ -61,7 +68,7 @@ def test_metrics_have_no_gradient() -> None:
 
 def test_a_rejected_token_keeps_its_entropy_and_its_divergence() -> None:
     """The engine is far from all tokens, so that all are rejected."""
-    config = AlgorithmConfig(use_rs=True, rs_upper_bound=1.1, kl_loss_coef=0.2, kl_loss_type="k2")
+    config = algorithm_of(rs={"type": "ratio", "upper_bound": 1.1}, kl={"type": "k2", "loss_coef": 0.2})
     given = columns() | {"rollout": columns()["old"] - 3.0}
     loss, metrics = Objective(config)(inputs(**given), entropy_coef=0.1)
     divergence = (given["new"] - given["ref"]).square() / 2
@@ -70,7 +77,7 @@ def test_a_rejected_token_keeps_its_entropy_and_its_divergence() -> None:
 
 
 def test_weights_of_the_current_policy_need_no_old_log_probs() -> None:
-    config = AlgorithmConfig(loss_mode="gpg", use_tis=True, bypass_mode=True, tis_clip=1.5)
+    config = algorithm_of(bypass_mode=True, loss={"type": "gpg"}, tis={"type": "clip", "upper_bound": 1.5})
     given = columns()
     expected = torch.exp(given["new"] - given["rollout"]).clamp(0.0, 1.5) * -given["advantages"] * given["new"]
     for old in (given["old"], torch.full((64,), torch.nan)):

@@ -47,7 +47,7 @@ def changed(**algorithm: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"num_steps_per_rollout": 2}, {"use_tis": True, "tis_clip": 1.5, "tis_batch_normalize": True}],
+    [{}, {"num_steps_per_rollout": 2}, {"tis": {"type": "clip", "upper_bound": 1.5, "batch_normalize": True}}],
     ids=["one step", "two steps", "importance weights"],
 )
 def test_training_equals_an_independent_loop(

@@ -24,7 +24,7 @@ def topology_of(make_topology: MakeTopology, directory: Path, *, max_tokens: int
     return make_topology(
         model={"hf_checkpoint": str(directory), "random_init": False},
         rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 1},
-        algorithm={"loss_type": "dpo_loss", **algorithm},
+        algorithm={"loss": {"type": "dpo"}, **algorithm},
         optimizer={"weight_decay": 0.0, "adam_eps": ADAM_EPS},
         train={"max_tokens_per_gpu": max_tokens},
     )
@@ -57,7 +57,10 @@ def plain_loss(model: Any, reference: Any, batch: TrainBatch, pair: int, kind: s
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Path, kind: Any, max_tokens: int) -> None:
     model, reference = write_model(tmp_path / "weights"), write_model(tmp_path / "weights")
-    settings: dict[str, Any] = {"preference_loss": kind, "dpo_beta": 0.3, "num_steps_per_rollout": 2}
+    settings: dict[str, Any] = {
+        "num_steps_per_rollout": 2,
+        "loss": {"type": "preference_ipo" if kind == "ipo" else "dpo", "beta": 0.3},
+    }
     topology = topology_of(make_topology, tmp_path / "weights", max_tokens=max_tokens, **settings)
     replica = Replica(topology, CPU)
     step = TrainStep(topology, replica)
@@ -82,7 +85,10 @@ def test_an_evaluation_of_held_out_pairs_is_that_of_plain_torch(
     make_topology: MakeTopology, tmp_path: Path, kind: Any
 ) -> None:
     model, reference = write_model(tmp_path / "weights"), write_model(tmp_path / "weights")
-    settings: dict[str, Any] = {"preference_loss": kind, "dpo_beta": 0.3, "num_steps_per_rollout": 1}
+    settings: dict[str, Any] = {
+        "num_steps_per_rollout": 1,
+        "loss": {"type": "preference_ipo" if kind == "ipo" else "dpo", "beta": 0.3},
+    }
     topology = topology_of(make_topology, tmp_path / "weights", max_tokens=4096, **settings)
     replica = Replica(topology, CPU)
     step = TrainStep(topology, replica)

@@ -17,7 +17,7 @@ from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
-TEACHER = {"use_opd": True, "opd_type": "megatron"}
+TEACHER = {"opd": {"type": "megatron"}}
 
 
 class Counting(Replica):
@@ -48,9 +48,12 @@ def passes(topology: Topology) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("zero", "above"),
     [
-        ({"kl_loss_coef": 0.0, "kl_loss_type": "k3"}, {"kl_loss_coef": 0.1}),
-        ({"kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "eps_clip_high": 0.28}, {"kl_loss_coef": 1e-3}),
-        (TEACHER | {"opd_kl_coef": 0.0}, {"opd_kl_coef": 1.0}),
+        ({"kl": {"type": "k3", "loss_coef": 0.0}}, {"kl": {"type": "k3", "loss_coef": 0.1}}),
+        (
+            {"kl": {"type": "low_var_kl", "loss_coef": 0.0}, "loss": {"type": "ppo", "eps_clip_high": 0.28}},
+            {"kl": {"type": "low_var_kl", "loss_coef": 1e-3}},
+        ),
+        ({"opd": {"type": "megatron", "kl_coef": 0.0}}, TEACHER),
     ],
     ids=["divergence", "divergence as in slime's recipes", "teacher"],
 )
@@ -75,9 +78,9 @@ def test_a_term_with_weight_0_runs_no_pass_and_loads_no_model(
         ({"positive_example_nll_weight": 0.1}, 0),
         ({"use_rollout_logprobs": True, "num_steps_per_rollout": 2}, 0),
         ({"num_steps_per_rollout": 2}, 1),  # old log-probs of the second optimizer step's samples
-        ({"num_steps_per_rollout": 2, "loss_mode": "gpg"}, 0),  # it has no ratio
-        ({"tis_batch_normalize": True, "use_tis": True}, 1),  # old log-probs before the first optimizer step
-        ({"use_tis": True}, 0),
+        ({"num_steps_per_rollout": 2, "loss": {"type": "gpg"}}, 0),  # it has no ratio
+        ({"tis": {"type": "clip", "batch_normalize": True}}, 1),  # old log-probs before the first optimizer step
+        ({"tis": {"type": "clip"}}, 0),
     ],
 )
 def test_other_terms_share_the_passes_of_the_optimizer_steps(
@@ -112,7 +115,7 @@ def test_an_mtp_layer_runs_in_training_alone(make_topology: MakeTopology, tmp_pa
     write_mtp_model(tmp_path / "hf")
     topology = make_topology(
         model={"hf_checkpoint": str(tmp_path / "hf"), "random_init": False},
-        algorithm={"num_steps_per_rollout": 2, "tis_batch_normalize": True, "use_tis": True},
+        algorithm={"num_steps_per_rollout": 2, "tis": {"type": "clip", "batch_normalize": True}},
         trainer={"megatron": {"mtp_num_layers": 1}},
     )
     replica = Counting(topology)

@@ -51,11 +51,15 @@ class ReferencePpo(ReferenceTrainer):
             first = int(sampled[0]) if len(sampled) else len(values[index])
             own = values[index].astype(np.float64)
             advantages, returns = np.zeros(len(own)), np.zeros(len(own))
-            by_length, gamma = algorithm.lambd, algorithm.gamma
-            of_returns = algorithm.lambd if algorithm.gae_lambda_value is None else algorithm.gae_lambda_value
-            penalties = algorithm.kl_coef * self._divergence(sample)
-            if algorithm.length_adaptive_alpha:
-                by_length = 1 - 1 / max(algorithm.length_adaptive_alpha * (len(own) - first), 1)
+            by_length, gamma = algorithm.estimator.lambd, algorithm.estimator.gamma
+            of_returns = (
+                algorithm.estimator.lambd
+                if algorithm.estimator.critic_lambd is None
+                else algorithm.estimator.critic_lambd
+            )
+            penalties = algorithm.kl.reward_coef * self._divergence(sample)
+            if algorithm.estimator.length_adaptive_alpha:
+                by_length = 1 - 1 / max(algorithm.estimator.length_adaptive_alpha * (len(own) - first), 1)
             for wanted, lambd in ((advantages, by_length), (returns, of_returns)):
                 error, following = 0.0, 0.0
                 for place in reversed(range(first, len(own))):
@@ -78,24 +82,29 @@ class ReferencePpo(ReferenceTrainer):
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "defaults": {"gae_lambda_value": 1.0},
+    "defaults": {"estimator": {"type": "ppo", "critic_lambd": 1.0}},
     "own lambda, whitened, two steps": {
-        "gae_lambda_value": 0.7,
-        "length_adaptive_alpha": 0.4,
         "normalize_advantages": True,
         "num_steps_per_rollout": 2,
-        "value_clip": 0.05,
-        "value_loss_coef": 0.5,
         "entropy_coef": 0.05,
+        "estimator": {
+            "type": "ppo",
+            "critic_lambd": 0.7,
+            "length_adaptive_alpha": 0.4,
+            "value_clip": 0.05,
+            "value_loss_coef": 0.5,
+        },
     },
     "discounted, the divergence in the rewards of both": {
-        "gamma": 0.9,
-        "lambd": 0.8,
-        "kl_coef": 0.5,
-        "kl_loss_type": "k1",
         "num_steps_per_rollout": 2,
+        "estimator": {"type": "ppo", "gamma": 0.9, "lambd": 0.8},
+        "kl": {"type": "k1", "reward_coef": 0.5},
     },
-    "per token, with a divergence": {"gae_lambda_value": 1.0, "calculate_per_token_loss": True, "kl_loss_coef": 0.1},
+    "per token, with a divergence": {
+        "estimator": {"type": "ppo", "critic_lambd": 1.0},
+        "reduction": {"type": "token-mean"},
+        "kl": {"type": "k3", "loss_coef": 0.1},
+    },
 }
 
 
@@ -107,7 +116,7 @@ def test_whole_steps_equal_an_independent_loop(
     model, body, reference = (write_model(tmp_path / "weights") for _ in range(3))
     topology = make_topology(
         model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
-        algorithm={"advantage_estimator": "ppo", "num_steps_per_rollout": 1, "kl_loss_type": "k3"} | SETTINGS[name],
+        algorithm={"num_steps_per_rollout": 1, "kl": {"type": "k3"}} | SETTINGS[name],
         critic={"lr": 3e-3, "init_method_std": 0.3, "weight_decay": 0.05},
         trainer={"packed": packed},
     )
@@ -130,7 +139,7 @@ def test_whole_steps_equal_an_independent_loop(
 
 
 def test_a_critic_learns_to_explain_the_returns(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"advantage_estimator": "ppo"}, critic={"lr": 1e-2})
+    topology = make_topology(algorithm={"estimator": {"type": "ppo"}}, critic={"lr": 1e-2})
     step, *_ = trainer(topology)
     batch = random_batch(0)
     found = [step(replace(batch, step=number)).metrics["train/explained_variance"] for number in range(12)]
@@ -139,7 +148,7 @@ def test_a_critic_learns_to_explain_the_returns(make_topology: MakeTopology) -> 
 
 
 def test_a_reward_that_is_not_finite_masks_its_sample_for_both(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"advantage_estimator": "ppo", "num_steps_per_rollout": 1})
+    topology = make_topology(algorithm={"num_steps_per_rollout": 1, "estimator": {"type": "ppo"}})
     step, *_ = trainer(topology)
     batch = random_batch()
     rewards_B = batch.rewards_B.copy()

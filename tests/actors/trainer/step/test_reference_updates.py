@@ -20,7 +20,7 @@ from tests.actors.trainer.tiny import groups_of, random_batch
 from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save, save_checkpoint
 
-DIVERGENCE = {"kl_loss_coef": 0.3, "kl_loss_type": "k3", "num_steps_per_rollout": 1}
+DIVERGENCE = {"num_steps_per_rollout": 1, "kl": {"type": "k3", "loss_coef": 0.3}}
 EVERY_SECOND = DIVERGENCE | {"ref_update_interval": 2}
 
 
@@ -144,7 +144,7 @@ def test_log_probs_ahead_are_those_of_the_reference_that_their_step_has(make_top
 
 
 def test_preference_pairs_follow_too(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"loss_type": "dpo_loss", "ref_update_interval": 1, "num_steps_per_rollout": 1})
+    topology = make_topology(algorithm={"ref_update_interval": 1, "num_steps_per_rollout": 1, "loss": {"type": "dpo"}})
     _, train = trainer(topology)
     margins = [train(pairs(step)).metrics["train/rewards_margins"] for step in range(2)]
     assert margins == pytest.approx([0.0, 0.0], abs=1e-6)

@@ -22,7 +22,7 @@ from runtime.settings.tables.trainer import MegatronConfig
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import pairs
-from tests.build.topology import MakeTopology
+from tests.build.topology import MakeTopology, joined
 
 CPU = torch.device("cpu")
 ADAM_EPS = 1e-4  # as for DPO
@@ -32,7 +32,7 @@ def topology_of(make_topology: MakeTopology, directory: Path, *, max_tokens: int
     return make_topology(
         model={"hf_checkpoint": str(directory), "random_init": False},
         rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 1},
-        algorithm={"loss_type": "rm_loss", **tables.pop("algorithm", {})},
+        algorithm=joined({"loss": {"type": "rm"}}, tables.pop("algorithm", {})),
         optimizer={"weight_decay": 0.0, "adam_eps": ADAM_EPS},
         train={"max_tokens_per_gpu": max_tokens},
         **tables,

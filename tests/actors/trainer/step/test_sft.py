@@ -44,7 +44,7 @@ def topology_of(make_topology: MakeTopology, directory: Path | None = None, **al
     return make_topology(
         model=model,
         rollout={"rollout_batch_size": 16, "n_samples_per_prompt": 1},
-        algorithm={"loss_type": "sft_loss", "num_steps_per_rollout": 1, **algorithm},
+        algorithm={"num_steps_per_rollout": 1, "loss": {"type": "sft"}, **algorithm},
         optimizer={"weight_decay": 0.0, "adam_eps": ADAM_EPS},
     )
 
@@ -52,7 +52,9 @@ def topology_of(make_topology: MakeTopology, directory: Path | None = None, **al
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of samples", "mean of tokens"])
 def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Path, per_token: bool) -> None:
     model = write_model(tmp_path / "weights")
-    topology = topology_of(make_topology, tmp_path / "weights", calculate_per_token_loss=per_token)
+    topology = topology_of(
+        make_topology, tmp_path / "weights", reduction={"type": "token-mean" if per_token else "rollout-mean"}
+    )
     replica = Replica(topology, CPU)
     step = TrainStep(topology, replica)
     adam = torch.optim.AdamW(model.parameters(), lr=topology.optimizer.lr, weight_decay=0.0, eps=ADAM_EPS)
@@ -77,7 +79,7 @@ def test_metrics_speak_of_the_loss_and_of_no_policy(make_topology: MakeTopology)
 
 
 def test_demonstrations_are_learnt(make_topology: MakeTopology) -> None:
-    topology = topology_of(make_topology, calculate_per_token_loss=True)
+    topology = topology_of(make_topology, reduction={"type": "token-mean"})
     step = TrainStep(topology, Replica(topology, CPU))
     batch = demonstrations(0)
     losses = [step(batch).metrics["train/loss"] for _ in range(8)]

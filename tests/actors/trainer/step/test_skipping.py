@@ -90,7 +90,7 @@ def with_log_prob(batch: TrainBatch, sample: int, log_prob: float) -> TrainBatch
 
 
 BAD = 7  # one of two parts of its rollout; its advantage is negative
-RAW: dict[str, Any] = {"disable_rewards_normalization": True}
+RAW: dict[str, Any] = {"estimator": {"type": "grpo", "normalize": False}}
 OF_ENGINE: dict[str, Any] = {"use_rollout_logprobs": True}
 CAUSES: dict[str, tuple[dict[str, Any], Callable[[TrainBatch], TrainBatch]]] = {
     "a reward of 1e30": (RAW, lambda batch: with_reward(batch, BAD, 1e30)),
@@ -113,10 +113,15 @@ def test_a_sample_without_a_finite_loss_trains_as_if_its_tokens_were_masked(
 ) -> None:
     algorithm, spoilt = CAUSES[cause]
     topology = make_topology(
-        algorithm={"num_steps_per_rollout": 2, "calculate_per_token_loss": per_token, "entropy_coef": 0.05} | algorithm,
+        algorithm={
+            "num_steps_per_rollout": 2,
+            "entropy_coef": 0.05,
+            "reduction": {"type": "token-mean" if per_token else "rollout-mean"},
+        }
+        | algorithm,
         train={"num_steps": 8, "max_tokens_per_gpu": 60},
         trainer={"packed": packed},
-        optimizer={"adam_eps": 1e-4},  # at 1e-8 rounding moves weights by 1e-6
+        optimizer={"adam_eps": 1e-3},  # at less the rounding of some CPUs moves weights by 1e-6
     )
     (one, left), (other, right) = trainer(topology), trainer(topology)
     batch = random_batch(0)
@@ -198,7 +203,7 @@ def test_on_nonfinite_fail_ends_before_anything_moves(make_topology: MakeTopolog
     step(random_batch(0))
     before = state_of(replica)
     with pytest.raises(
-        InputError, match=r"step 0 of train step 1: the loss is not finite.* group 0, sample 0, part 0;"
+        InputError, match=r"step 1 of train step 2: the loss is not finite.* group 0, sample 0, part 0;"
     ):
         step(poisoned(random_batch(1)))
     assert all(torch.equal(one, other) for one, other in zip(before, state_of(replica), strict=True))

@@ -19,7 +19,7 @@ from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
 from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
-from tests.build.topology import MakeTopology
+from tests.build.topology import MakeTopology, joined
 
 CPU = torch.device("cpu")
 
@@ -46,57 +46,43 @@ def compared(topology: Topology, model: Any, batches: list[TrainBatch], **others
 
 ALGORITHMS = {
     "slime's default reduction": {},
-    "per token": {"calculate_per_token_loss": True},
-    "engine's log-probs": {"use_rollout_logprobs": True, "eps_clip_high": 0.28},
+    "per token": {"reduction": {"type": "token-mean"}},
+    "engine's log-probs": {"use_rollout_logprobs": True, "loss": {"type": "ppo", "eps_clip_high": 0.28}},
     "entropy": {"entropy_coef": 0.1},
     "one step": {"num_steps_per_rollout": 1},
     "four steps": {"num_steps_per_rollout": 4},
     "Dr. GRPO": {
-        "disable_grpo_std_normalization": True,
-        "loss_agg_mode": "seq-mean-token-sum-norm",
-        "loss_scale_factor": 4,
+        "estimator": {"type": "grpo", "normalize_std": False},
+        "reduction": {"type": "seq-mean-token-sum-norm", "scale_factor": 4},
     },
-    "RLOO, whitened": {"advantage_estimator": "rloo", "normalize_advantages": True},
-    "GSPO": {"advantage_estimator": "gspo", "eps_clip": 0.05, "num_steps_per_rollout": 4},
+    "RLOO, whitened": {"normalize_advantages": True, "estimator": {"type": "rloo"}},
+    "GSPO": {"num_steps_per_rollout": 4, "loss": {"type": "gspo", "eps_clip": 0.05}},
     # Two of the eight optimizer steps clip every token, so that their gradient is exactly 0. Plain AdamW would move the
     # weights there by its momentum; the trainer, and this loop, leave them as they are.
-    "GSPO, all tokens clipped": {"advantage_estimator": "gspo", "eps_clip": 3e-4, "num_steps_per_rollout": 4},
-    "CISPO": {"loss_mode": "cispo", "num_steps_per_rollout": 4},
-    "prime-rl": {"loss_mode": "prime_rl", "disable_grpo_std_normalization": True},
-    "truncated IS": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5},
-    "normalised IS, one step": {"use_tis": True, "tis_batch_normalize": True, "num_steps_per_rollout": 1},
-    "geometric IS": {"use_tis": True, "tis_level": "geometric", "num_steps_per_rollout": 4},
+    "GSPO, all tokens clipped": {"num_steps_per_rollout": 4, "loss": {"type": "gspo", "eps_clip": 3e-4}},
+    "CISPO": {"num_steps_per_rollout": 4, "loss": {"type": "cispo"}},
+    "prime-rl": {"loss": {"type": "prime_rl"}, "estimator": {"type": "grpo", "normalize_std": False}},
+    "truncated IS": {"tis": {"type": "clip", "upper_bound": 1.5, "lower_bound": 0.5}},
+    "normalised IS, one step": {"num_steps_per_rollout": 1, "tis": {"type": "clip", "batch_normalize": True}},
+    "geometric IS": {"num_steps_per_rollout": 4, "tis": {"type": "clip", "level": "geometric"}},
     "weights of the current policy": {
-        "loss_mode": "gpg",
-        "use_tis": True,
-        "tis_clip": 1.3,
         "bypass_mode": True,
         "num_steps_per_rollout": 4,
+        "loss": {"type": "gpg"},
+        "tis": {"type": "clip", "upper_bound": 1.3},
     },
-    "rejection, with entropy": {
-        "use_rs": True,
-        "rs_lower_bound": 0.7,
-        "rs_upper_bound": 1.4,
-        "entropy_coef": 0.1,
-    },
+    "rejection, with entropy": {"entropy_coef": 0.1, "rs": {"type": "ratio", "lower_bound": 0.7, "upper_bound": 1.4}},
     "likelihood of good samples": {"positive_example_nll_weight": 0.3},
     "REINFORCE++, discounted": {
-        "advantage_estimator": "reinforce_plus_plus",
-        "gamma": 0.9,
         "normalize_advantages": True,
+        "estimator": {"type": "reinforce_plus_plus", "gamma": 0.9},
     },
     "GDPO, whitened": {
-        "advantage_estimator": "gdpo",
-        "gdpo_reward_keys": REWARD_KEYS,
-        "gdpo_reward_weights": (1.0, 0.5),
         "normalize_advantages": True,
+        "estimator": {"type": "gdpo", "reward_keys": REWARD_KEYS, "reward_weights": (1.0, 0.5)},
     },
-    "ReMax, overlong": {
-        "advantage_estimator": "remax",
-        "overlong_buffer_len": 8,
-        "overlong_penalty_factor": 0.5,
-    },
-    "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
+    "ReMax, overlong": {"overlong_buffer_len": 8, "overlong_penalty_factor": 0.5, "estimator": {"type": "remax"}},
+    "MaxRL by sample": {"estimator": {"type": "maxrl"}, "reduction": {"type": "seq-mean-token-mean"}},
 }
 
 
@@ -143,25 +129,23 @@ def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loo
     reference_model = write_model(directories[1], initializer_range=0.1)
     topology = make_topology(
         model={"hf_checkpoint": str(directories[0]), "random_init": False, "ref_load": str(directories[1])},
-        algorithm={"kl_loss_coef": 0.2, "kl_loss_type": "k3"},
+        algorithm={"kl": {"type": "k3", "loss_coef": 0.2}},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
 
 
 IN_THE_REWARD = {
-    "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.95, "normalize_advantages": True},
+    "REINFORCE++": {"normalize_advantages": True, "estimator": {"type": "reinforce_plus_plus", "gamma": 0.95}},
     "REINFORCE++-baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline",
-        "disable_grpo_std_normalization": True,
         "normalize_advantages": True,
+        "estimator": {"type": "reinforce_plus_plus_baseline"},
     },
-    "GRPO": {"kl_loss_type": "k3"},
+    "GRPO": {"kl": {"type": "k3"}},
     "GRPO, engine's log-probs": {"use_rollout_logprobs": True},
-    "GRPO, before the group's mean": {"kl_before_normalization": True},
+    "GRPO, before the group's mean": {"kl": {"type": "k1", "before_normalization": True}},
     "RLOO, before the group's mean": {
-        "advantage_estimator": "rloo",
-        "kl_loss_type": "k3",
-        "kl_before_normalization": True,
+        "estimator": {"type": "rloo"},
+        "kl": {"type": "k3", "before_normalization": True},
     },
     "one step": {"num_steps_per_rollout": 1},
 }
@@ -176,7 +160,7 @@ def test_the_divergence_in_the_reward_equals_that_of_an_independent_loop(
     reference_model = write_model(directories[1], initializer_range=0.1)
     topology = make_topology(
         model={"hf_checkpoint": str(directories[0]), "random_init": False, "ref_load": str(directories[1])},
-        algorithm={"num_steps_per_rollout": 2, "kl_coef": 0.05} | algorithm,
+        algorithm=joined({"num_steps_per_rollout": 2, "kl": {"type": "k1", "reward_coef": 0.05}}, algorithm),
         rollout={"temperature": 0.8},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
@@ -185,8 +169,8 @@ def test_the_divergence_in_the_reward_equals_that_of_an_independent_loop(
 def test_the_divergence_and_the_returns_are_metrics_of_tokens(make_topology: MakeTopology) -> None:
     step, _ = trainer(
         make_topology(
-            algorithm={"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
-            | {"kl_coef": 0.1, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}
+            algorithm={"normalize_advantages": True, "estimator": {"type": "reinforce_plus_plus"}}
+            | {"kl": {"type": "k1", "reward_coef": 0.1}, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}
         )
     )
     batch = random_batch()
@@ -216,11 +200,13 @@ def test_a_divergence_without_a_coefficient_runs_no_forward_pass(
 
     monkeypatch.setattr(Replica, "fill_log_probs", counted)
     engines = {"use_rollout_logprobs": True}
-    plain, replica = trainer(make_topology(algorithm={"kl_loss_coef": 0.0, "kl_coef": 0.0} | engines))
+    plain, replica = trainer(
+        make_topology(algorithm={"kl": {"type": "k1", "loss_coef": 0.0, "reward_coef": 0.0}} | engines)
+    )
     without = [plain(random_batch(number)).metrics for number in range(4)]
     assert calls == []
     assert not any("kl_loss" in name for metrics in without for name in metrics)
-    measured, other = trainer(make_topology(algorithm={"kl_metric_interval": 2, "kl_loss_type": "k2"} | engines))
+    measured, other = trainer(make_topology(algorithm={"kl": {"type": "k2", "metric_interval": 2}} | engines))
     found: list[dict[str, float]] = []
     passes: list[int] = []
     for number in range(4):
@@ -229,7 +215,7 @@ def test_a_divergence_without_a_coefficient_runs_no_forward_pass(
     assert passes == [1, 1, 2, 2]
     assert ["train/kl_loss" in metrics for metrics in found] == [True, False, True, False]
     assert ["perf/ref_log_probs_time" in metrics for metrics in found] == [True, False, True, False]
-    always, _ = trainer(make_topology(algorithm={"kl_loss_coef": 1e-12, "kl_loss_type": "k2"} | engines))
+    always, _ = trainer(make_topology(algorithm={"kl": {"type": "k2", "loss_coef": 1e-12}} | engines))
     expected = [always(random_batch(number)).metrics["train/kl_loss"] for number in range(3)]
     assert found[2]["train/kl_loss"] == pytest.approx(expected[2], rel=1e-3)
     assert expected[2] > 0
@@ -239,7 +225,7 @@ def test_a_divergence_without_a_coefficient_runs_no_forward_pass(
 
 
 def test_the_reference_is_the_first_weights_unless_another_is_named(make_topology: MakeTopology) -> None:
-    algorithm = {"kl_loss_coef": 0.1, "num_steps_per_rollout": 1, "kl_loss_type": "k2"}
+    algorithm = {"num_steps_per_rollout": 1, "kl": {"type": "k2", "loss_coef": 0.1}}
     step, _ = trainer(make_topology(algorithm=algorithm))
     assert step(random_batch(0)).metrics["train/kl_loss"] == 0.0
     assert step(random_batch(1)).metrics["train/kl_loss"] > 0.0
@@ -247,7 +233,7 @@ def test_the_reference_is_the_first_weights_unless_another_is_named(make_topolog
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_training_does_not_depend_on_the_cut_into_micro_batches(make_topology: MakeTopology, per_token: bool) -> None:
-    algorithm = {"calculate_per_token_loss": per_token, "entropy_coef": 0.05}
+    algorithm = {"entropy_coef": 0.05, "reduction": {"type": "token-mean" if per_token else "rollout-mean"}}
     whole, *cut = (
         trained(make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": limit})) for limit in (9216, 1, 20, 50)
     )
@@ -426,7 +412,7 @@ def test_bfloat16_trains(make_topology: MakeTopology) -> None:
 
 
 def test_the_parts_of_training_sum_to_it(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"kl_loss_coef": 0.1})
+    topology = make_topology(algorithm={"kl": {"type": "k1", "loss_coef": 0.1}})
     metrics = TrainStep(topology, Replica(topology, torch.device("cpu")))(random_batch()).metrics
     parts = ("plan", "log_probs", "ref_log_probs", "forward_backward", "optimizer", "metrics")
     times = [metrics[f"perf/{part}_time"] for part in parts]

@@ -4,8 +4,12 @@ import gc
 import os
 import resource
 import signal
+import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from runtime.node.checks.apart import Doing, apart
 from runtime.settings.load import load_topology
@@ -36,6 +40,21 @@ def test_what_the_forking_process_left_to_the_garbage_collector_is_not_collected
         assert apart(load_topology(LAPTOP), collected, bool, print)
     finally:
         gc.enable()
+
+
+def test_the_beginning_of_what_is_printed_without_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printing(doing: Doing) -> bool:
+        os.write(1, b"x" * 3_000_000)
+        sys.stderr.write("y" * 2_000_000 + "\n")
+        return True
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    notes: list[str] = []
+    assert apart(load_topology(LAPTOP), printing, bool, notes.append)
+    (note,), (file,) = notes, tmp_path.iterdir()
+    assert f"printed 5,000,001 bytes, the first {4 << 20:,} of them: {file}" in note
+    assert file.read_bytes() == b"x" * 3_000_000 + b"y" * ((4 << 20) - 3_000_000)
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_a_process_with_many_open_files_is_answered() -> None:

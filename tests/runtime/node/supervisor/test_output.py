@@ -76,6 +76,29 @@ def test_the_reason_of_an_end_is_its_last_error(tmp_path: Path) -> None:
     log.close()
 
 
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        ("epoch 3 done", None),
+        ("Traceback (most recent call last):\n  File 'a.py'\nKeyError: 'x'", "KeyError: 'x'"),
+        ("Traceback (most recent call last):\n  File 'a.py'\nmylib.Oops: first\nsecond line\nbye", "mylib.Oops: first"),
+        ("Traceback (most recent call last):\n  File 'a.py'\nKeyboardInterrupt", None),
+        (
+            "Fatal Python error: Segmentation fault\n  File 'a.py', line 3 in f",
+            "Fatal Python error: Segmentation fault",
+        ),
+    ],
+)
+def test_what_a_process_printed_last_is_no_error_unless_it_is_an_exception(
+    tmp_path: Path, printed: str, error: str | None
+) -> None:
+    log = OutputLog(tmp_path / "a.jsonl", "a")
+    log.feed(f"{printed}\n".encode())
+    assert log.error() == error
+    assert log.last_words() == printed.splitlines()[-1]
+    log.close()
+
+
 def test_json_lines_are_shown_readable() -> None:
     line = b'{"time":"2026-11-20T14:08:00.1Z","level":"info","event":"weights_published","run":"r","actor":"t","v":7}'
     assert readable(line) == "14:08:00 info weights_published v=7"

@@ -364,3 +364,24 @@ async def test_one_that_kills_itself_says_why(tmp_path: Path, said: str, reason:
     exited = changes.of(Exited)[0]
     assert isinstance(exited, Exited)
     assert exited.reason == (f"{reason} (killed by SIGKILL)" if reason else "killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('epoch 3 done', flush=True); sys.exit(7)", "exit code 7; its last output: epoch 3 done"),
+        ("print('bad topology', flush=True); sys.exit(2)", "bad topology (exit code 2, input error)"),
+        ("print('epoch 3 done', flush=True); os.kill(os.getpid(), 15)", "killed by SIGTERM"),
+        ("print('KeyboardInterrupt', flush=True); sys.exit(143)", "exit code 143, as after SIGTERM"),
+        ("print('x', flush=True); signal.raise_signal(signal.SIGINT)", "killed by SIGINT"),
+        ("print('epoch 3 done', flush=True); os.abort()", "killed by SIGABRT; its last output: epoch 3 done"),
+        ("raise KeyError('x')", "KeyError: 'x' (exit code 1)"),
+    ],
+)
+async def test_an_end_is_not_blamed_on_the_last_line_that_was_printed(tmp_path: Path, code: str, reason: str) -> None:
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(python("ends", f"import os, signal, sys; {code}", max_restarts=0))
+        await changes.until(lambda: bool(changes.of(Exited)))
+    (exited,) = changes.of(Exited)
+    assert isinstance(exited, Exited)
+    assert exited.reason == reason

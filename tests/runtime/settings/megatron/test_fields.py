@@ -39,7 +39,6 @@ def test_no_reason_is_of_a_field_that_is_not_there() -> None:
         ("trainer.megatron.tp_comm_overlap", "TransformerEngine"),
         ("trainer.megatron.moe_router_topk", "read from the model's config.json"),
         ("trainer.megatron.moe_grouped_gemm", "experts are computed one after the other"),
-        ("trainer.optimizer.lr", "is optimizer.lr here"),
         ("trainer.optimizer.optimizer_offload_fraction", "moves the optimizer's whole state"),
         ("trainer.ddp.check_for_nan_in_grad", "train.on_nonfinite says it"),
     ],

@@ -1,4 +1,4 @@
-"""Import-only stand-in for the CUDA-only sgl_kernel wheel (CPU test runs).
+"""Import-only stand-in for the CUDA-only sgl_kernel wheel (CPU test runs), also where that is installed.
 
 sglang binds a few `*_cpu` symbols at import time on a CPU device (speculative
 decoding, KV moves).  With --attention-backend torch_native and no speculative

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors import preflight
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
@@ -21,6 +20,7 @@ from actors.trainer.models.files import file_source, random_source
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import global_name, load_weights
+from actors.trainer.preflight import weight_problems
 from actors.trainer.step.train_step import TrainStep
 from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.tables.trainer import MegatronConfig
@@ -39,7 +39,7 @@ def topology_of(make_topology: MakeTopology, directory: Path, *, packed: bool = 
     per_token = settings.pop("per_token", False)
     return make_topology(
         model={"hf_checkpoint": str(directory), "random_init": False},
-        algorithm={"num_steps_per_rollout": 1, "calculate_per_token_loss": per_token},
+        algorithm={"num_steps_per_rollout": 1, "reduction": {"type": "token-mean" if per_token else "rollout-mean"}},
         rollout={"temperature": 0.8},
         train={"max_tokens_per_gpu": 60},
         trainer={"packed": packed, "megatron": settings},
@@ -177,9 +177,9 @@ def test_weights_without_the_layer_are_refused(make_topology: MakeTopology, tmp_
     file, shape = tmp_path / "hf" / SINGLE_FILE, read_hf_config(tmp_path / "hf", 1)
     state = {name: tensor for name, tensor in load_file(file).items() if name not in COPIES}
     save_file(state, file)
-    assert list(preflight._weights("model.hf_checkpoint", str(tmp_path / "hf"), shape)) == []
+    assert list(weight_problems("model.hf_checkpoint", str(tmp_path / "hf"), shape)) == []
     save_file({name: tensor for name, tensor in state.items() if not name.startswith(OWN)}, file)
-    (problem,) = preflight._weights("model.hf_checkpoint", str(tmp_path / "hf"), shape)
+    (problem,) = weight_problems("model.hf_checkpoint", str(tmp_path / "hf"), shape)
     assert "trainer.megatron.mtp_num_layers = 1 trains a layer that these weights lack" in str(problem)
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.2\."):
         Replica(topology_of(make_topology, tmp_path / "hf", mtp_num_layers=1), CPU)

@@ -1,0 +1,113 @@
+"""Pre-start checks of the trainer: the models that it reads, their files and its checkpoints."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from actors.trainer.checkpoints import beginning_of, newest_of_run
+from actors.trainer.models.config import HfConfig, critic_model, trained_model
+from actors.trainer.models.layout import check_layout
+from actors.trainer.models.shapes import check_weights
+from runtime.node.checks.context import MODEL, CheckContext, Checks
+from runtime.settings.derived import has_critic
+from runtime.settings.reading.config import Problem
+from runtime.settings.topology import Topology, critic_has_ranks, critic_topology
+
+CRITIC: Final = "critic.hf_checkpoint"
+WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
+
+
+def check_model(context: CheckContext) -> Iterator[Problem]:
+    """Check that the trainer can build the model in its parallel layout."""
+    topology = context.topology
+    try:
+        shape = trained_model(topology)
+    except (OSError, ValueError) as error:
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
+        return
+    if topology.run.only == "rollout":
+        return
+    try:
+        check_layout(shape, topology.trainer.megatron)
+    except ValueError as error:
+        yield Problem(key="trainer.megatron", message=str(error))
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(topology.algorithm, name) and shape.experts is None:
+            yield Problem.of(f"algorithm.{name}", True, "the model has no experts, and so no router")
+
+
+def check_files(context: CheckContext) -> Iterator[Problem]:
+    """Check the files of all models that the trainer reads, and that it can start from its checkpoint."""
+    topology, model = context.topology, context.topology.model
+    shape = trained_model(topology)
+    if not model.random_init:
+        yield from weight_problems(MODEL, model.hf_checkpoint, shape)
+    if shape.hidden_size > WIDEST:
+        message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider models round too much to verify weights"
+        yield Problem.of(MODEL, model.hf_checkpoint, message)
+    critic = None
+    if has_critic(topology) and not context.has(CRITIC):
+        try:
+            critic = critic_model(topology)
+            yield from _critic(context, shape, critic)
+        except (OSError, ValueError) as error:
+            yield Problem.of(CRITIC, topology.critic.hf_checkpoint, str(error))
+    if context.roles.trains or context.roles.is_home:
+        others = {"model.ref_load": model.ref_load, "model.opd_teacher_load": model.opd_teacher_load}
+        for key, directory in others.items():
+            if directory is not None and not context.has(key):
+                yield from weight_problems(key, directory, shape)
+    if context.roles.trains:
+        yield from _load(topology, shape, critic)
+        yield from _resumed(topology, shape, critic) if not context.fresh else ()
+
+
+def _critic(context: CheckContext, actor: HfConfig, shape: HfConfig) -> Iterator[Problem]:
+    """Check the critic's vocabulary, which is the actor's, its parallel layout, and its files."""
+    topology, directory = context.topology, context.topology.critic.hf_checkpoint
+    if shape.vocab_size != actor.vocab_size:
+        message = f"reads a vocabulary of {shape.vocab_size} tokens, and the actor's has {actor.vocab_size}"
+        yield Problem.of(CRITIC, directory, message)
+    try:
+        check_layout(shape, critic_topology(topology).trainer.megatron)
+    except ValueError as error:
+        if critic_has_ranks(topology):
+            yield Problem(key="trainer.critic.megatron", message=str(error))
+        else:
+            message = f"the critic has the layout of trainer.megatron: {error}"
+            yield Problem.of(CRITIC, directory, message)
+    if directory is not None and (context.roles.trains or context.roles.is_home):
+        yield from weight_problems(CRITIC, directory, shape)
+
+
+def weight_problems(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
+    """Check that the files hold exactly the model's tensors."""
+    try:
+        check_weights(Path(directory), shape)
+    except (OSError, ValueError) as error:
+        yield Problem.of(key, directory, str(error))
+
+
+def _load(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Iterator[Problem]:
+    """Check that the run can start from the checkpoint in trainer.load."""
+    try:
+        beginning_of(topology, shape, critic)
+    except ValueError as error:
+        yield Problem.of("trainer.load", topology.trainer.load, str(error))
+
+
+def _resumed(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Iterator[Problem]:
+    """Check that the run's newest checkpoint fits its model. The start sets an unreadable checkpoint aside."""
+    try:
+        newest = newest_of_run(Path(topology.run.dir) / topology.run.name)
+    except ValueError:
+        return
+    try:
+        if newest is not None:
+            path, saved = newest
+            saved.check(path, shape, dtype=topology.model.dtype, resumes=True, critic=critic)
+    except ValueError as error:
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
+
+
+CHECKS: Final = Checks(model=(check_model,), contents=(check_files,))

@@ -1,0 +1,44 @@
+"""Rows of what was verified are written by commands, each once, and the page has all test files that CI leaves out."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.verified import rows_of_files
+from tests.support import verified
+from tests.support.verified import BEGIN, END, RESULTS, Row, current, note, page_beside, rows_of, with_rows
+
+
+def test_the_page_has_each_test_file_that_ci_leaves_out() -> None:
+    text = page_beside(RESULTS).read_text(encoding="utf-8")
+    assert current(text) == text, "run: python -m tests.support.verified"
+    assert {row.what for row in rows_of(text)} > {"tests/chaos/test_ranks.py", "python -m tests.gpu"}
+
+
+def test_a_row_replaces_the_older_one_of_its_name(tmp_path: Path) -> None:
+    results = tmp_path / "docs" / "results"
+    page = tmp_path / "docs" / "develop" / "verified.md"
+    note([Row("tests/a.py", "nightly")], results)  # there is no page, so nothing is noted
+    page.parent.mkdir(parents=True)
+    page.write_text(f"# Verified\n\n{BEGIN}{END}\nEnd.\n")
+    for date in ("2026-01-01", "2026-01-02"):
+        note([Row("tests/a.py", "nightly", date, "c", "1 passed"), Row("python -m b", "by hand", date)], results)
+    text = page.read_text()
+    assert text.startswith("# Verified\n\n")
+    assert text.endswith(f"{END}\nEnd.\n")
+    assert rows_of(text) == [
+        Row("python -m b", "by hand", "2026-01-02"),
+        Row("tests/a.py", "nightly", "2026-01-02", "c", "1 passed"),
+    ]
+    assert with_rows(text, rows_of(text)) == text
+
+
+def test_a_file_is_noted_with_what_passed_and_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "commit", lambda: "0123456789abcdef-dirty")
+    marks = {"tests/a.py": {"nightly", "chaos"}, "tests/b.py": {"nodes"}, "tests/c.py": {"nodes"}}
+    passed, failed = {"tests/a.py::one", "tests/a.py::two", "tests/b.py::one", "tests/d.py::one"}, {"tests/a.py::two"}
+    rows = rows_of_files(passed, failed, marks)
+    assert [(row.what, row.where, row.commit, row.result) for row in rows] == [
+        ("tests/a.py", "nightly, chaos", "0123456789ab-dirty", "1 passed, 1 failed"),
+        ("tests/b.py", "nodes", "0123456789ab-dirty", "1 passed"),
+    ]
