@@ -1,4 +1,4 @@
-"""The command `physarum`: a verb for each thing to do. The scripts of bin/, such as bin/ledger, are links to it.
+"""The command `physarum`: a verb for each thing to do. A script of bin/, such as bin/ledger, stands for a verb.
 
 Only the module of the verb is imported, after this one: the map that --help prints loads nothing else.
 """

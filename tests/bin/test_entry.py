@@ -16,13 +16,12 @@ from actors.reward.process import GraderProcess
 from bin.entry import Screen
 from bin.start_topology import main
 from runtime.settings.load import load_topology
-from tests.support.commands import called
+from tests.support.commands import SCRIPTS, called
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-P", str(ROOT / "bin" / "physarum.py"))
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yaml")  # ours and others'
-LINKS = sorted(path.name for path in (ROOT / "bin").iterdir() if path.is_symlink())
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def test_a_process_of_a_run_finds_our_modules_whatever_the_users_are_called(fold
     assert "usage:" in shown.stdout
 
 
-@pytest.mark.parametrize("command", LINKS)
+@pytest.mark.parametrize("command", SCRIPTS)
 def test_a_command_finds_our_modules_whatever_the_users_are_called(folder: Path, command: str) -> None:
     shown = run([*COMMAND, command, "--help"], folder)
     assert shown.returncode == 0, shown.stderr
@@ -174,7 +173,7 @@ sys.meta_path.insert(0, Stalls())
 """
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_ctrl_c_while_a_command_imports_is_one_line(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "imports"
     (tmp_path / "sitecustomize.py").write_text(STALLS.format(mark=str(mark)))

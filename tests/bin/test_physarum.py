@@ -1,5 +1,6 @@
-"""One command has a verb for each thing to do; the scripts of bin/ are links to it and say their own names."""
+"""One command has a verb for each thing to do; the scripts of bin/ stand for one each and say their own names."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,10 @@ from bin.entry import command_path
 from bin.physarum import DOES
 from runtime.util import import_path
 from runtime.util.import_path import VERBS, command_name
-from tests.support.commands import called
+from tests.support.commands import SCRIPTS, called
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-P", str(ROOT / "bin" / "physarum.py"))
-LINKS = sorted(path for path in (ROOT / "bin").iterdir() if path.is_symlink())
 OF_OPTIONS = {"check", "plan"}  # verbs that stand for an option of start-topology
 HEAVY = {"aiohttp", "anyio", "msgspec", "nats", "numpy", "structlog", "torch", "transformers"}
 
@@ -24,9 +24,9 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_each_verb_has_a_link_and_each_link_a_verb() -> None:
-    assert {link.readlink() for link in LINKS} == {Path("physarum")}
-    assert {VERBS.get(link.name, link.name) for link in LINKS} == DOES.keys() - OF_OPTIONS
+def test_each_verb_has_a_script_and_each_script_a_verb() -> None:
+    assert len({(ROOT / "bin" / name).read_text() for name in SCRIPTS}) == 1
+    assert {VERBS.get(name, name) for name in SCRIPTS} == DOES.keys() - OF_OPTIONS
 
 
 @pytest.fixture
@@ -35,17 +35,15 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "a checkout"
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / "bin").mkdir()
-    (folder / "bin/physarum").write_bytes((ROOT / "bin/physarum").read_bytes())
+    for name in ("physarum", *SCRIPTS):
+        shutil.copy(ROOT / "bin" / name, folder / "bin")
     for place, text in (("bin/setup", "true"), (".venv/bin/python", "printf '%s\\n' \"$@\"; exit 7")):
         (folder / place).write_text(f"#!/bin/sh\n{text}\n")
-    for path in ("bin/setup", "bin/physarum", ".venv/bin/python"):
-        (folder / path).chmod(0o755)
-    for link in LINKS:
-        (folder / "bin" / link.name).symlink_to(link.readlink())
+        (folder / place).chmod(0o755)
     return folder
 
 
-@pytest.mark.parametrize("name", ["physarum", *(link.name for link in LINKS)])
+@pytest.mark.parametrize("name", ["physarum", *SCRIPTS])
 def test_a_script_passes_its_name_and_arguments_on(name: str, checkout: Path, tmp_path: Path) -> None:
     done = run(str(checkout / "bin" / name), "a b", "", "--set", "x='*'", cwd=tmp_path)
     own = [str(checkout / "bin/physarum.py"), str(checkout / "bin" / name)]

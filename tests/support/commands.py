@@ -10,6 +10,11 @@ from pathlib import Path
 import structlog
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(  # of bin/ that stand for a verb
+    path.name
+    for path in (ROOT / "bin").iterdir()
+    if path.is_file() and not path.suffix and path.name not in ("physarum", "setup", "test")
+)
 USERS_FILES = "physarum_plugin_"  # begins the names of modules that settings name by file
 
 
