@@ -11,7 +11,7 @@ from actors.trainer.models.shapes import check_weights
 from runtime.node.checks.context import MODEL, CheckContext, Checks
 from runtime.settings.derived import has_critic
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology, critic_has_ranks, critic_topology
+from runtime.settings.topology import Topology, critic_has_ranks, critic_topology, named_models
 
 CRITIC: Final = "critic.hf_checkpoint"
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -53,10 +53,9 @@ def check_files(context: CheckContext) -> Iterator[Problem]:
         except (OSError, ValueError) as error:
             yield Problem.of(CRITIC, topology.critic.hf_checkpoint, str(error))
     if context.roles.trains or context.roles.is_home:
-        others = {"model.ref_load": model.ref_load, "model.opd_teacher_load": model.opd_teacher_load}
-        for key, directory in others.items():
-            if directory is not None and not context.has(key):
-                yield from weight_problems(key, directory, shape)
+        for other in named_models(topology):  # the reference and the teacher
+            if other.pool is None and other.key not in (MODEL, CRITIC) and not context.has(other.key):
+                yield from weight_problems(other.key, other.name, shape)
     if context.roles.trains:
         yield from _load(topology, shape, critic)
         yield from _resumed(topology, shape, critic) if not context.fresh else ()

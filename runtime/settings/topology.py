@@ -1,5 +1,6 @@
 """The topology, which says what runs where: its tables, and what follows from them."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -131,6 +132,28 @@ def has_filter(topology: Topology) -> bool:
 def is_colocated(topology: Topology) -> bool:
     """Return whether trainer and engines are colocated: they use the same memory alternately."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
+
+
+class NamedModel(NamedTuple):
+    """A model that a setting names: a directory, or a hub name."""
+
+    key: str  # of the setting
+    name: str
+    weights: bool  # its weights are needed
+    code: bool  # its code is needed
+    pool: str | None = None  # whose engines serve it; None: the trainer reads it
+
+
+def named_models(topology: Topology) -> Iterator[NamedModel]:
+    """Yield the models that settings name, the trained one first."""
+    model, code = topology.model, topology.model.trust_remote_code
+    yield NamedModel("model.hf_checkpoint", model.hf_checkpoint, not model.random_init, code)
+    others = {"model.ref_load": model.ref_load, "model.opd_teacher_load": model.opd_teacher_load}
+    others["critic.hf_checkpoint"] = topology.critic.hf_checkpoint
+    yield from (NamedModel(key, name, True, code) for key, name in others.items() if name is not None)
+    for pool, engine in topology.engines.items():
+        if engine.hf_checkpoint is not None:
+            yield NamedModel(f"engines.{pool}.hf_checkpoint", engine.hf_checkpoint, not engine.urls, code, pool)
 
 
 def model_of(topology: Topology, engine: EngineConfig) -> str:

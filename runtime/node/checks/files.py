@@ -14,7 +14,7 @@ from runtime.models.directory import CONFIG, VOCABULARIES, ModelError, check_lin
 from runtime.models.dtypes import stored_dtype
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
 from runtime.node.checks.context import MODEL, CheckContext
-from runtime.node.checks.hub import HubModel, NotOnHub, hub_models, offer
+from runtime.node.checks.hub import NotOnHub, hub_models, offer
 from runtime.settings.derived import eval_data
 from runtime.settings.load import takes_stored_dtype
 from runtime.settings.reading.config import Problem
@@ -22,7 +22,7 @@ from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
 from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.tables.training import ModelConfig
-from runtime.settings.topology import EXPORT_DIRECTORY, Topology
+from runtime.settings.topology import EXPORT_DIRECTORY, NamedModel, Topology, named_models
 from runtime.util.disk import free_bytes
 from runtime.util.formatting import show
 from runtime.util.secrets import read_login
@@ -34,20 +34,12 @@ WEIGHTS: Final = (SINGLE_FILE, INDEX_FILE)
 def check_paths(context: CheckContext) -> Iterator[Problem]:
     """Check every path of the topology that processes of this node read or write."""
     topology, roles = context.topology, context.roles
-    model, critic = topology.model, topology.critic
-    if roles.needs_model:
-        yield from _model(context, MODEL, model.hf_checkpoint, weights=not model.random_init)
     if roles.is_home and takes_stored_dtype(context.loaded.loaded):
-        context.notes.extend(_dtype_note(model))
-    others = {"model.ref_load": model.ref_load, "model.opd_teacher_load": model.opd_teacher_load}
-    others["critic.hf_checkpoint"] = critic.hf_checkpoint
-    for key, directory in others.items() if roles.trains or roles.is_home else ():
-        if directory is not None:
-            yield from _model(context, key, directory, weights=True)
-    for name, engine in topology.engines.items():
-        if engine.hf_checkpoint is not None and (name in roles.pools or roles.is_home):
-            weights = not engine.urls
-            yield from _model(context, f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, weights=weights)
+        context.notes.extend(_dtype_note(topology.model))
+    for model in named_models(topology):
+        opens = roles.trains if model.pool is None else model.pool in roles.pools
+        if roles.needs_model if model.key == MODEL else opens or roles.is_home:
+            yield from _model(context, model)
     if roles.is_home or topology.train.num_epoch is not None:  # epochs are counted on every node
         for index, data in enumerate(topology.data):
             yield from _data(context, f"data.{index}", data)
@@ -61,29 +53,24 @@ def check_paths(context: CheckContext) -> Iterator[Problem]:
 
 def paths_of(topology: Topology) -> Iterator[str]:
     """Yield the keys of the paths that must exist."""
-    model = topology.model
-    named = {"model.hf_checkpoint": model.hf_checkpoint, "model.ref_load": model.ref_load}
-    named |= {"model.opd_teacher_load": model.opd_teacher_load}
-    named["critic.hf_checkpoint"] = topology.critic.hf_checkpoint
-    named |= {f"engines.{name}.hf_checkpoint": engine.hf_checkpoint for name, engine in topology.engines.items()}
-    named |= {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
+    yield from (model.key for model in named_models(topology))
+    named = {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
     named |= {f"eval.{index}.path": item.path for index, item in enumerate(topology.eval)}
     named |= {"run.load": topology.run.load, "run.dir": topology.run.dir, "bus.credentials": topology.bus.credentials}
-    return (key for key, value in named.items() if value is not None)
+    yield from (key for key, value in named.items() if value is not None)
 
 
-def _model(context: CheckContext, key: str, value: str, *, weights: bool) -> Iterator[Problem]:
-    directory = Path(value)
-    wanted = [model for model in hub_models(context.loaded) if model.key == key]
-    if wanted:
-        yield from _on_hub(context, wanted[0])
+def _model(context: CheckContext, model: NamedModel) -> Iterator[Problem]:
+    key, value, directory = model.key, model.name, Path(model.name)
+    if model in hub_models(context.loaded):
+        yield from _on_hub(context, model)
         return
     if not directory.is_dir():
         yield from _no_directory(context, key, value)
         return
     try:
         check_links(directory)
-        for problem in _absent_files(directory, tokenizer=key == MODEL, weights=weights):
+        for problem in _absent_files(directory, tokenizer=key == MODEL, weights=model.weights):
             yield Problem.of(key, value, problem)
     except ModelError as error:
         yield Problem.of(key, value, str(error))
@@ -107,7 +94,7 @@ def _dtype_note(model: ModelConfig) -> Iterator[str]:
         yield f"model.dtype is unset: {found.dtype}, {found.note}"
 
 
-def _on_hub(context: CheckContext, model: HubModel) -> Iterator[Problem]:
+def _on_hub(context: CheckContext, model: NamedModel) -> Iterator[Problem]:
     """Add a note on the download of a hub model that is not in the cache, or a problem."""
     try:
         context.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check does not download it")

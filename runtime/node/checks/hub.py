@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-import msgspec
-
 from runtime.models.directory import CONFIG, has_file
 from runtime.models.safetensors import safetensors_files
 from runtime.settings.load import LoadedTopology, places, with_topology
+from runtime.settings.reading.schema import with_values
 from runtime.settings.sizes import show_bytes
+from runtime.settings.topology import NamedModel, named_models
 from runtime.util.formatting import show
 
 HUB_NAME: Final = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")  # organisation/model
@@ -28,29 +28,11 @@ class NotOnHub(Exception):
     """A model is neither in the cache nor available from the hub."""
 
 
-class HubModel(msgspec.Struct, frozen=True):
-    """A model that a topology gives by its hub name."""
-
-    key: str
-    name: str
-    weights: bool  # its weights are needed
-    code: bool  # its code is needed
-
-
-def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
+def hub_models(loaded: LoadedTopology) -> Iterator[NamedModel]:
     """Yield the hub models of a topology: names that are not directories."""
-    model = loaded.topology.model
-    engines = loaded.topology.engines.items()
-    named = (
-        ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
-        ("model.ref_load", model.ref_load, True),
-        ("model.opd_teacher_load", model.opd_teacher_load, True),
-        ("critic.hf_checkpoint", loaded.topology.critic.hf_checkpoint, True),
-        *((f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, not engine.urls) for name, engine in engines),
-    )
-    for key, value, weights in named:
-        if value is not None and not Path(value).is_dir() and is_hub_name(loaded, key, value):
-            yield HubModel(key, value, weights, model.trust_remote_code)
+    for model in named_models(loaded.topology):
+        if not Path(model.name).is_dir() and is_hub_name(loaded, model.key, model.name):
+            yield model
 
 
 def is_hub_name(loaded: LoadedTopology, key: str, value: str) -> bool:
@@ -59,7 +41,7 @@ def is_hub_name(loaded: LoadedTopology, key: str, value: str) -> bool:
     return HUB_NAME.match(value) is not None and not any(parent.is_dir() for parent in parents)
 
 
-def cached(model: HubModel) -> Path | None:
+def cached(model: NamedModel) -> Path | None:
     """Return the model's directory in the local cache; None if it is missing or incomplete."""
     from huggingface_hub import errors  # takes a second to import; plain paths do not need it
 
@@ -70,7 +52,7 @@ def cached(model: HubModel) -> Path | None:
     return found if _is_whole(found, weights=model.weights) else None
 
 
-def offer(model: HubModel) -> str:
+def offer(model: NamedModel) -> str:
     """Describe what a start would download.
 
     Raises:
@@ -86,7 +68,7 @@ def offer(model: HubModel) -> str:
     return f"a start downloads {len(files)} files of {size} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}"
 
 
-def download(model: HubModel) -> Path:
+def download(model: NamedModel) -> Path:
     """Download the model to the local cache and return its directory.
 
     Raises:
@@ -113,28 +95,17 @@ def with_downloaded(loaded: LoadedTopology, report: Callable[[str], None]) -> Lo
 
 
 def _with_paths(
-    loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, report: Callable[[str], None]
+    loaded: LoadedTopology, find: Callable[[NamedModel], Path | None], how: str, report: Callable[[str], None]
 ) -> LoadedTopology:
-    paths: dict[str, dict[str, str]] = {}
+    paths: dict[str, str] = {}
     for model in hub_models(loaded):
         if (path := find(model)) is not None:
-            table, _, key = model.key.rpartition(".")
-            paths.setdefault(table, {})[key] = str(path)
+            paths[model.key] = str(path)
             report(f"{model.key} = {show(model.name)}: {how}, {path}")
-    topology = loaded.topology
-    replace = msgspec.structs.replace
-    found = replace(
-        topology,
-        model=replace(topology.model, **paths.get("model", {})),
-        critic=replace(topology.critic, **paths.get("critic", {})),
-        engines={
-            name: replace(engine, **paths.get(f"engines.{name}", {})) for name, engine in topology.engines.items()
-        },
-    )
-    return with_topology(loaded, found)
+    return with_topology(loaded, with_values(loaded.topology, lambda key, value, _: paths.get(key, value)))
 
 
-def _patterns(model: HubModel) -> list[str]:
+def _patterns(model: NamedModel) -> list[str]:
     return [*PLAIN, *([WEIGHTS] if model.weights else []), *([CODE] if model.code else [])]
 
 
