@@ -10,6 +10,7 @@ import pytest
 from runtime.settings.reading.toml import shipped_topologies
 
 ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a copy without byte code, and all modules imported
 OF_OTHERS = (
     "runtime/compat",
     "bin/slime_scripts",
@@ -54,7 +55,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("without")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, place / name, symlinks=True)  # with its byte code
         else:
             shutil.copy(ROOT / name, place / name)
     for name in OF_OTHERS:
@@ -64,8 +65,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=copy, capture_output=True, text=True, timeout=55, check=False)
+def run(copy: Path, *words: str, timeout_s: float = 590) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=copy, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 def test_every_module_can_be_imported(copy: Path) -> None:
@@ -99,4 +102,12 @@ def test_an_unknown_key_is_refused_with_ours(copy: Path) -> None:
 
 def test_chosen_tests_of_each_room_pass(copy: Path) -> None:
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHOSEN)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_all_tests_but_their_own_pass(copy: Path) -> None:
+    marks = "not slow and not chaos and not sglang and not grid and not gpu and not bench and not nodes and not nightly"
+    done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "-m", marks, "tests", timeout_s=3590)
     assert done.returncode == 0, done.stdout[-4000:]
