@@ -21,11 +21,13 @@ SERVERS = ("engine.policy.0", "router.policy", "nats-server")
 ACTORS = ("reward", "filter", "rollout", "buffer", "trainer")
 STOPPED_S = 45.0  # longer than a publish waits
 LINES = {  # by words of a row: the tests that make it hang
-    "a server: engine, router, nats-server": ("test_upkeep.py::test_servers_that_hang_are_started_again",),
+    "a server: engine, router, nats-server": ("test_upkeep.py::test_servers_and_an_actor_that_hang_are_started_again",),
     "a call that blocks an actor's event loop": (
         "test_heartbeats.py::test_a_blocking_call_is_named_though_it_holds_the_interpreters_lock",
     ),
-    "an actor whose event loop stands still": ("test_upkeep.py::test_an_actor_that_stands_still_is_started_again",),
+    "an actor whose event loop stands still": (
+        "test_upkeep.py::test_servers_and_an_actor_that_hang_are_started_again",
+    ),
     "an engine that answers and generates nothing": (
         "test_upkeep.py::test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come",
     ),

@@ -6,10 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from messages import EvalIssued, StatsGiven, StatsRequested, WeightsApplied
+from messages import ActorExited, BatchReady, EvalIssued, StatsGiven, StatsRequested, WeightsApplied
+from runtime.data.dump_files import read_pair, steps_in
 from tests.chaos import evaluation_function
-from tests.chaos.audit import audit
-from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, Command, Run, moments_of
+from tests.chaos.audit import audit, read_all
+from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, NUM_SAMPLES, Command, Run, moments_of
 from tests.chaos.test_twins import by_hand
 from tests.fixtures.nats import eventually
 
@@ -45,13 +46,30 @@ async def finish(run: Run, command: Command) -> None:
 
 
 async def test_buffer_and_bus_are_killed(tmp_path: Path) -> None:
-    """With slow graders: answers that the dead server took along are asked for again."""
-    run = Run(tmp_path, num_steps=15, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
+    """With slow graders: answers that the dead server took along are asked for again. No dump is missing or wrong."""
+    run = Run(tmp_path, num_steps=15, overrides=(f"data.0.rm_type={GRADERS}:slowly", "run.dump_details=dump"))
     names = ["nats-server", "buffer", "nats-server", "nats-server", "buffer", "nats-server"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=2)
         await finish(run, command)
     await audit(run, killed=names)
+    await check_dumps(run, tmp_path / "dump")
+
+
+async def check_dumps(run: Run, dump: Path) -> None:
+    """The dump of each step holds its groups, each with all its samples and their tokens."""
+    assert steps_in(dump) == list(range(run.num_steps))
+    async with run.reopened() as bus, bus.read(BatchReady) as batches:
+        async for received in batches.so_far():
+            batch = received.message
+            groups = {group.group_id: group for group in read_pair(dump, batch.step)}
+            assert list(groups) == [ref.group_id for ref in batch.groups]
+            assert len(groups) == BATCH_SIZE
+            for group in groups.values():
+                assert {sample.step for sample in group.samples} == {batch.step}
+                assert len(group.samples) == NUM_SAMPLES
+                lengths = [sum(len(segment.response_ids) for segment in own) for own in group.segments]
+                assert lengths == [sample.response_len for sample in group.samples]
 
 
 @pytest.mark.nightly
@@ -123,9 +141,12 @@ async def test_processes_are_killed_while_an_evaluation_function_runs(
     assert found == [(num_asked + num_asked // 2, num_asked, EVAL_ITEMS - num_asked)] * 3
 
 
-async def test_graders_are_killed(tmp_path: Path) -> None:
-    """The reward actor replaces grader processes; the node daemon does not notice."""
-    run = Run(tmp_path, num_steps=8)
+async def test_graders_are_killed_and_after_the_last_step_trainer_and_buffer(tmp_path: Path) -> None:
+    """The reward actor replaces grader processes; the node daemon does not notice.
+
+    The others die before the last checkpoint, its evaluation, the end of the run, or after: that is a race.
+    """
+    run = Run(tmp_path, num_steps=7)
     async with run.started() as command:
         moments = moments_of("graders")
         for steps in (1, 3, 5):
@@ -136,11 +157,25 @@ async def test_graders_are_killed(tmp_path: Path) -> None:
             graders = reward.children()
             for grader in moments.sample(graders, moments.choice((1, 2))):
                 grader.kill()
+        await command.log.until_trained(6)
+        with command.log.held():
+            given = await command.bus.call("reward", StatsRequested(), StatsGiven, timeout_s=30)
+            assert given.stats["num_starts"] > 2
+        family = command.family()
         await command.log.until_trained(7)
-        given = await command.bus.call("reward", StatsRequested(), StatsGiven, timeout_s=30)
-        assert given.stats["num_starts"] > 2
-        await finish(run, command)
-    await audit(run)
+        for name in ("trainer", "buffer"):
+            with suppress(ProcessLookupError):
+                command.log.kill(name)
+        assert await command.end() == 0
+        await run.gone(family)
+    await audit(run, killed=None)
+    async with run.reopened() as bus:
+        log = [event for _, event in await read_all(bus, run)]
+    assert not [
+        event
+        for event in log
+        if isinstance(event, ActorExited) and event.actor == "reward" and event.reason != "stopped"
+    ]
 
 
 async def test_rollout_is_killed_while_groups_are_filtered_halted_and_carried_on(tmp_path: Path) -> None:
@@ -161,8 +196,8 @@ async def test_rollout_is_killed_while_groups_are_filtered_halted_and_carried_on
 
 async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path) -> None:
     """Two conversations a sample, whose function gives the rewards: the books close as ever."""
-    run = Run(tmp_path, num_steps=15, overrides=(f"rollout.custom_generate={ENVIRONMENT}:play",))
-    names = ["rollout", "engine.policy.0", "nats-server", "buffer", "trainer", "rollout"]
+    run = Run(tmp_path, num_steps=12, overrides=(f"rollout.custom_generate={ENVIRONMENT}:play",))
+    names = ["rollout", "engine.policy.0", "nats-server", "buffer", "trainer"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=2)
         await finish(run, command)
@@ -180,7 +215,7 @@ async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path
 async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path: Path, function: str) -> None:
     """It gets up to four prompts at once, and runs again; no sample is lost, and none is trained twice."""
     overrides = (f"rollout.custom_rollout={function}", "rollout.custom_rollout_prompts=4")
-    names = ["rollout", "engine.policy.0", "buffer", "rollout", "rollout"]
+    names = ["rollout", "engine.policy.0", "buffer"]
     run = Run(tmp_path, num_steps=2 * len(names) + 2, overrides=overrides)  # a kill is up to two steps after the last
     async with run.started() as command:
         await kill_in_turn(command, names, every=1)
@@ -188,21 +223,13 @@ async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path:
     await audit(run, killed=names)
 
 
-async def test_every_process_is_killed_while_it_starts(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=5)
+async def test_every_process_is_killed_while_it_starts_and_later_several_at_once(tmp_path: Path) -> None:
+    run, moments = Run(tmp_path, num_steps=9), moments_of("several")
     async with run.started() as command:
         await command.log.until(lambda _: "buffer" in command.log.pids)  # the last one to be started
-        names = list(command.log.pids)
-        for name in names:
+        killed = list(command.log.pids)
+        for name in killed:
             command.log.kill(name)
-        await finish(run, command)
-    await audit(run, killed=names)
-
-
-async def test_several_processes_are_killed_at_once(tmp_path: Path) -> None:
-    run, moments = Run(tmp_path, num_steps=10), moments_of("several")
-    killed: list[str] = []
-    async with run.started() as command:
         for steps in (2, 5):
             await command.log.until_trained(steps)
             await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
@@ -213,17 +240,3 @@ async def test_several_processes_are_killed_at_once(tmp_path: Path) -> None:
             killed += names
         await finish(run, command)
     await audit(run, killed=killed)
-
-
-async def test_trainer_and_buffer_are_killed_after_the_last_step(tmp_path: Path) -> None:
-    """Before its checkpoint, its evaluation, the end of the run, or after: that is a race."""
-    run = Run(tmp_path, num_steps=7)
-    async with run.started() as command:
-        family = command.family()
-        await command.log.until_trained(7)
-        for name in ("trainer", "buffer"):
-            with suppress(ProcessLookupError):
-                command.log.kill(name)
-        assert await command.end() == 0
-        await run.gone(family)
-    await audit(run, killed=None)

@@ -113,7 +113,7 @@ async def test_one_of_two_engines_is_killed_and_the_other_ends_the_evaluation_by
     "topology",
     [
         pytest.param(SPLIT, id="collective", marks=pytest.mark.nightly),
-        pytest.param(COLOCATED, id="ipc", marks=pytest.mark.chaos),
+        pytest.param(COLOCATED, id="ipc", marks=pytest.mark.nightly),
     ],
 )
 async def test_everything_is_killed_within_an_evaluation(

@@ -37,7 +37,9 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("how", "max_response_len"), [("streamed", 300), ("whole", 4)])
+@pytest.mark.parametrize(
+    ("how", "max_response_len"), [("streamed", 300), pytest.param("whole", 4, marks=pytest.mark.nightly)]
+)
 async def test_a_run_with_spoiled_answers_trains_only_true_ones_and_its_books_close(
     tmp_path: Path, how: str, max_response_len: int
 ) -> None:

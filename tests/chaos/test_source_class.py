@@ -17,7 +17,7 @@ DATA = (
 )
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.nightly)])
 async def test_a_curriculum_by_outcome_draws_the_same_prompts_after_many_kills(tmp_path: Path, kills: int) -> None:
     overrides = (f"data=[{DATA}]", "eval=[]", "rollout.shuffle=false")
     run = Run(tmp_path, num_steps=2 * kills + 2, eval_interval=None, overrides=overrides)

@@ -12,6 +12,7 @@ from tests.support.distilling import write_teacher
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 
+@pytest.mark.nightly  # CI kills an engine of a second pool and its callers in test_pools.py
 async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path: Path) -> None:
     teacher, moments = write_teacher(tmp_path / "teacher"), moments_of("teacher")
     overrides = (

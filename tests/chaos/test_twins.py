@@ -43,9 +43,16 @@ async def end_in_order(run: Run, command: Command) -> None:
     await run.gone(family)
 
 
-async def test_of_two_buffers_one_remains_and_the_run_goes_on(tmp_path: Path) -> None:
-    run, moments = Run(tmp_path, num_steps=30), moments_of("two buffers")
+async def test_a_second_agent_is_refused_and_of_two_buffers_one_remains(tmp_path: Path) -> None:
+    run, moments = Run(tmp_path, num_steps=8), moments_of("two buffers")
     async with run.started() as command:
+        await command.log.until(lambda _: "buffer" in command.log.pids)  # the last one to be started
+        before = sorted(command.living())
+        with anyio.fail_after(EVENT_S):
+            refused = await anyio.run_process(run.command, cwd=tmp_path, check=False)
+        assert refused.returncode == EXIT_WRONG_INPUT
+        assert b"is in use" in refused.stderr
+        assert sorted(command.living()) == before
         await command.log.until_trained(3)
         await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
         first = psutil.Process(command.log.pids["buffer"])
@@ -64,20 +71,6 @@ async def test_of_two_buffers_one_remains_and_the_run_goes_on(tmp_path: Path) ->
             assert second.poll() is None
             await end_in_order(run, command)
     await audit(run, killed=None)
-
-
-async def test_a_second_agent_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=6)
-    async with run.started() as command:
-        await command.log.until(lambda _: "buffer" in command.log.pids)  # the last one to be started
-        before = sorted(command.living())
-        with anyio.fail_after(EVENT_S):
-            second = await anyio.run_process(run.command, cwd=tmp_path, check=False)
-        assert second.returncode == EXIT_WRONG_INPUT
-        assert b"is in use" in second.stderr
-        assert sorted(command.living()) == before
-        await end_in_order(run, command)
-    await audit(run)
 
 
 async def test_a_rollout_actor_that_wakes_after_its_ack_wait_changes_nothing(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ ALL: Final = {
     for signal in (KILLED, STOPPED)
 }
 CASES: Final = [
-    pytest.param(moments_of(FEW_STOPPED, STOPPED), (), id=STOPPED, marks=pytest.mark.chaos),
+    pytest.param(moments_of(FEW_STOPPED, STOPPED), (), id=STOPPED, marks=pytest.mark.nightly),
     pytest.param(moments_of(FEW_KILLED, KILLED), COPIED, id="of a copy", marks=pytest.mark.chaos),
     *(pytest.param(moments, (), id=name, marks=pytest.mark.nightly) for name, moments in ALL.items()),
     *(
