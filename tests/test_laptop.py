@@ -46,7 +46,7 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     assert ([*map(shape_of, begin.splitlines())], [*map(shape_of, end.splitlines())]) == (run, summary)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI reads the same alarm of a smaller run in tests/docs/test_own_recipe_doc.py
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_broken_grader_is_named_at_the_tenth_step_of_random_weights(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def grade(sample):\n    return 0.0\n")

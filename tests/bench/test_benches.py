@@ -46,9 +46,9 @@ TINY = {
     "weights": "--small --runs 1",
 }
 NIGHTLY = """
-    ahead batches delta demo dispatch engine ledger long_tail memory nodes
-    observed observer pipeline save sglang trainer transformers transports weight_export weights
-""".split()  # over two CPU seconds each; CI runs the others, and parts of ledger and long_tail below
+    ahead batches delta demo dispatch durability engine judged ledger long_tail memory nodes
+    observed observer pipeline ray reward save sglang source trainer transformers transports weight_export weights
+""".split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
 

@@ -135,7 +135,7 @@ def whole_run(url: str, runs: Path, name: str, *more: str) -> subprocess.Complet
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI does it without a trainer above, and test_cluster.py tells the streams of similar names apart
 @pytest.mark.timeout(400)
 def test_fresh_trains_every_step_again_and_leaves_another_run_of_the_server_alone(
     own_nats_server: NatsServer, tmp_path: Path

@@ -21,7 +21,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_bytes_that_are_needed(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave_bytes", [0, 300 << 10])
+@pytest.mark.parametrize("leave_bytes", [0, pytest.param(300 << 10, marks=pytest.mark.nightly)])
 def test_a_disk_that_becomes_full_ends_the_run_with_one_line_and_it_continues_once_there_is_room(
     tmp_path: Path, leave_bytes: int
 ) -> None:

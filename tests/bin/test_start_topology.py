@@ -187,7 +187,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert supervised(tmp_path / "r") == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI kills the one of a whole run in tests/chaos/test_deaths.py
 def test_killing_the_agent_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["2", "--then", "sleep"], ["0", "--then", "family"]) as command:
         command.until("step   2/")

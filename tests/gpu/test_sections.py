@@ -69,7 +69,7 @@ def test_attention_of_packed_rows_is_that_of_sequences_one_by_one(compare: Calla
     assert json.dumps(found.numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "STEPS", 2)
     monkeypatch.setattr(speed, "WIDTHS", (16,))
@@ -84,7 +84,7 @@ def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.Monkey
     assert json.dumps([found.numbers, again.numbers, moved.numbers])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("section", ["ipc", "update", "nccl", "fp8"])
 def test_weights_reach_another_process_and_are_cast_alike(section: str) -> None:
     torch.set_num_threads(1)

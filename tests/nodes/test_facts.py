@@ -60,7 +60,7 @@ def test_a_trainer_on_both_machines_is_refused_where_the_directory_is_not_common
             assert 'node n1: trainer.nodes = ["local", "n1"]: ' in process.output()
 
 
-@pytest.mark.parametrize("lacks", ["n1", "local"])
+@pytest.mark.parametrize("lacks", ["n1", pytest.param("local", marks=pytest.mark.nightly)])
 def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path, lacks: str) -> None:
     """Without the model of home, the other node waited for nodes.<name>.wait_s."""
     model = tmp_path / "models" / "tiny"

@@ -19,7 +19,13 @@ def servers(machine: Machine) -> set[str]:
     return {each.address for each in machine.listening() if not each.address.startswith("127.")}
 
 
-@pytest.mark.parametrize("six", [False, True], ids=["IPv4", "IPv6"])
+@pytest.mark.parametrize(
+    "six",
+    [
+        pytest.param(False, id="IPv4", marks=pytest.mark.nightly),  # the other runs of this folder are on it
+        pytest.param(True, id="IPv6"),
+    ],
+)
 def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: bool) -> None:
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0", second_card=True), lan.add("n1", second_card=True, clock=7200.0)

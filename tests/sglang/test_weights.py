@@ -32,8 +32,15 @@ def segment(generated: Generated) -> Segment:
 
 
 @pytest.mark.behaviour("new weights under load by drain, abort, retract and in_place: spans name them, log-probs agree")
-@pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("streamed", "mode"),
+    [
+        pytest.param(streamed, mode, id=f"{form}-{mode}", marks=() if in_ci else pytest.mark.nightly)
+        for number, mode in enumerate(("drain", "abort", "retract", "in_place"))
+        for streamed, form in ((False, "whole"), (True, "streamed"))
+        for in_ci in [streamed is bool(number % 2)]  # each mode, and each form with two
+    ],
+)
 async def test_update_under_load(
     make_rig: Any,
     session_router: Router,
