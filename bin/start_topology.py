@@ -5,6 +5,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from runtime.settings.reading.hints import flag_hint
 from runtime.settings.reading.toml import shipped_topologies
 from runtime.settings.topology import Topology
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
+from runtime.util.imports import collecting_nothing, without
 from runtime.util.secrets import without_logins
 
 if TYPE_CHECKING:
@@ -329,9 +332,16 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
     return shorter
 
 
+def _import_ahead() -> None:
+    """Import the node daemon before the checks, whose forked process needs most of its modules too."""
+    with suppress(ImportError), collecting_nothing(), without("rich"):  # the checks name a missing package
+        import_module("runtime.node.start")
+
+
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     screen = Screen(sys.stderr if args.json else sys.stdout)
     problems: tuple[Problem, ...] = ()
+    _import_ahead()
     try:
         topology = _ready(loaded, args, screen)
         topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
