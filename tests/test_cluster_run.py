@@ -27,6 +27,7 @@ RUN = "try"
 LOG = stream_of(RUN, Plane.EVENT)
 PASSWORD = Secret("swordfish")
 START_S = 300.0
+GROUPS = 16  # of a train step
 
 
 def accounts_of_the_page() -> str:
@@ -63,8 +64,8 @@ async def test_a_run_goes_on_over_the_death_of_the_leader_and_resumes(tmp_path: 
             pace = Pace(tmp_path / "pace")
             tasks.start_soon(kill_leader, cluster, tmp_path / "runs" / RUN / "metrics.jsonl", pace)
             result = await run(cluster, tmp_path, num_steps=6, **pace.environment())
-        assert result["groups"]["issued"] == result["groups"]["trained"] == 6 * 64
-        assert (await run(cluster, tmp_path, num_steps=7))["groups"]["trained"] == 7 * 64
+        assert result["groups"]["issued"] == result["groups"]["trained"] == 6 * GROUPS
+        assert (await run(cluster, tmp_path, num_steps=7))["groups"]["trained"] == 7 * GROUPS
         url = with_login(cluster.url, Login(user="bob", password=PASSWORD))
         async with open_connection(url, name="bob", limits=BusLimits(), inboxes=f"_INBOX.{RUN}.bob") as viewer:
             event = await viewer.retry(f"$JS.API.DIRECT.GET.{LOG}", b'{"seq":1}', None, 10.0)
@@ -92,6 +93,7 @@ async def run(cluster: Cluster, directory: Path, *, num_steps: int, **environmen
         f"run.name={RUN}",
         f"run.dir={directory / 'runs'}",
         f"train.num_steps={num_steps}",
+        f"rollout.rollout_batch_size={GROUPS}",
         "eval=[]",
         f"bus.url={cluster.url}",
         f"bus.credentials={directory / 'bus.toml'}",

@@ -1,8 +1,12 @@
-"""Runs whose groups have more than a reward per sample: several named rewards, or a greedy sample to compare with."""
+"""Runs whose groups have more than a reward per sample: several named rewards, or a greedy sample to compare with.
+
+The run with named rewards also samples with top-p and top-k.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.whole_runs import run_topology
@@ -22,7 +26,8 @@ def trained(place: Path, *settings: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-def test_gdpo_trains_the_named_rewards_of_a_grader(tmp_path: Path) -> None:
+def test_gdpo_trains_the_named_rewards_of_a_grader_on_log_probs_over_kept_tokens(tmp_path: Path) -> None:
+    """Log-probs of engine and trainer are over the same kept tokens."""
     (tmp_path / "two.py").write_text(GRADER)
     settings = (
         f"data.0.rm_type={tmp_path}/two.py:grade",
@@ -30,13 +35,28 @@ def test_gdpo_trains_the_named_rewards_of_a_grader(tmp_path: Path) -> None:
         "algorithm.estimator.type=gdpo",
         'algorithm.estimator.reward_keys=["right", "ended"]',
         "algorithm.normalize_advantages=true",
+        "rollout.top_p=0.5",
+        "rollout.top_k=12",
+        "rollout.temperature=0.8",
+        "rollout.return_sampling_mask=true",
+        "run.dump_details=dump",
     )
-    for row in trained(tmp_path, *settings):
+    rows = trained(tmp_path, *settings)
+    assert len(rows) == 2
+    for row in rows:
         right = row["rollout/rewards/right/mean"]
         assert row["rollout/raw_reward"] == pytest.approx(right)
         assert row["rollout/rewards/ended/mean"] == pytest.approx(1 - row["rollout/truncated"])
         assert row["rollout/rewards/right/max"] >= right >= row["rollout/rewards/right/min"] == 0
         assert row["train/grad_norm"] > 0
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+        assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+        assert 1 <= row["rollout/top_p_kept_vocab_per_token"] <= 12
+        # over the whole vocabulary, the mean log-prob would be about the negative entropy
+        assert row["rollout/rollout_log_probs"] > row["train/entropy_loss"] * -0.95
+    with np.load(tmp_path / "dump" / "rollout_0.npz") as columns:
+        assert 1 <= columns["kept_counts"].min() <= columns["kept_counts"].max() <= 12
+        assert columns["kept_counts"].sum() == len(columns["kept_ids"])
 
 
 @pytest.mark.nightly

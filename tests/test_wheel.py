@@ -108,6 +108,7 @@ def test_the_wheel_has_every_tracked_file_of_its_packages(wheel: Path) -> None:
 
 def test_an_installed_command_trains_a_shipped_topology(commands: Path, tmp_path: Path) -> None:
     settings = ("--set", "train.num_steps=3", "--set", "engines.policy.router=sglang-router")
+    settings += ("--set", "rollout.rollout_batch_size=16")
     shown = call(commands / "physarum", "start", "laptop", *settings, cwd=tmp_path)
     assert "runs/laptop, dispatcher sglang-router (round_robin)\n" in shown
     assert f"{commands / 'physarum'} start laptop" in shown, shown  # the command that starts it again
@@ -115,7 +116,7 @@ def test_an_installed_command_trains_a_shipped_topology(commands: Path, tmp_path
     result = json.loads((run_dir / "result.json").read_text())["result"]
     topology = json.loads((run_dir / "topology.json").read_text())
     assert result["steps"] == 3
-    assert result["groups"]["issued"] == result["groups"]["trained"] == 3 * 64
+    assert result["groups"]["issued"] == result["groups"]["trained"] == 3 * 16
     assert topology["model"]["hf_checkpoint"].startswith(str(commands.parent))
     assert "trained" in call(commands / "physarum", "ledger", "laptop", cwd=tmp_path)  # exit code 0: the books close
     call(commands / "physarum", "export", "laptop", "--out", "model", cwd=tmp_path)

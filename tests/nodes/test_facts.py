@@ -119,22 +119,22 @@ def test_a_home_that_cannot_start_again_ends_the_node_that_runs_and_both_resume(
 
 
 def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_path: Path) -> None:
-    file = apart(tmp_path, transport="disk", steps=40, nodes=("local", "n1"))
+    file = apart(tmp_path, transport="disk", steps=6, nodes=("local", "n1"))
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
         pace = Pace(tmp_path / "pace")
         pace.allow(2)
         home = start(n0, file, "local", env=pace.environment())
-        home.wait_for("step  2/", 120)
+        home.wait_for("step 2/", 120)
         assert start(n1, file, "n1", "--check").wait(REFUSED_S) == 0  # compares with the run
         other = start(n1, file, "n1", "--set", "train.num_steps=9")
         ends(other, within_s=REFUSED_S, code=2)
-        reason = "node n1: train.num_steps = 9: home has 40; start all nodes with one topology and the same --set"
+        reason = "node n1: train.num_steps = 9: home has 6; start all nodes with one topology and the same --set"
         assert reason in other.output()
         home.wait_for(f"refused {reason}", 60)
         pace.free()
         ends(home, within_s=RUN_S, code=0)
-        check_books(tmp_path / "runs" / "apart", 40)
+        check_books(tmp_path / "runs" / "apart", 6)
 
 
 def test_another_version_is_refused_on_both(tmp_path: Path) -> None:

@@ -141,7 +141,10 @@ async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, run contract tests in one process, which keeps the servers; the rest in another."""
+    """With `--dist loadgroup`, run the contract tests of a layout in one process, which keeps its server.
+
+    The rest is in another.
+    """
     if stack() is UPSTREAM:  # which starts no engine of two processes without a GPU
         left_out = [item for item in items if any(name in item.nodeid for name in OF_TWO_PROCESSES)]
         config.hook.pytest_deselected(items=left_out)
@@ -149,7 +152,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent == HERE:
             kept = "servers" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("contract" if kept else "runs"))
+            params: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+            item.add_marker(pytest.mark.xdist_group(f"contract {params.get('layout')}" if kept else "runs"))
 
 
 @pytest.hookimpl(hookwrapper=True)
