@@ -1,6 +1,7 @@
 """Names that are too long, pipes, devices and links as files of commands."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_a_credential_comes_through_a_pipe(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_pipe_that_brings_nothing_is_named_and_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, holds: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord], holds: bool
 ) -> None:
     monkeypatch.setattr(secrets, "SAY_AFTER_S", 0.05)
     monkeypatch.setattr(secrets, "PIPE_S", 0.2)
@@ -118,9 +119,7 @@ def test_a_pipe_that_brings_nothing_is_named_and_given_up(
     held = os.open(pipe, os.O_RDWR) if holds else -1  # a writer that never closes
     with pytest.raises(ValueError, match=f"{pipe} is a pipe: no program wrote"):
         read_private(pipe)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{pipe} is a pipe: waiting up to 0.2 s for its content"
-    ]
+    assert [record.getMessage() for record in logged] == [f"{pipe} is a pipe: waiting up to 0.2 s for its content"]
     if holds:
         os.close(held)
 

@@ -1,5 +1,6 @@
 """The queue of spans: in order, bounded, without waiting for a collector that fails, and sent once."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -64,9 +65,8 @@ async def test_all_spans_arrive_in_order_and_the_reader_waits_for_room(tmp_path:
 
 
 async def test_while_the_collector_fails_the_oldest_are_dropped_counted_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
-    caplog.set_level("INFO")
     collector = Collector(accepts=False)
     queue = Queue(collector, tmp_path / "sent", bound=10)
     await fill(queue, *range(1, 11))
@@ -81,7 +81,7 @@ async def test_while_the_collector_fails_the_oldest_are_dropped_counted_and_said
             await eventually(lambda: len(collector.got) == 10)
         tasks.cancel_scope.cancel()
     assert collector.got == [str(number) for number in range(21, 31)]
-    assert [record.message for record in caplog.records] == [
+    assert [record.getMessage() for record in logged] == [
         "the collector does not accept spans: at most 10 of them wait for it",
         "the collector accepts spans again; 20 spans dropped so far",
     ]
@@ -111,16 +111,15 @@ async def test_at_the_end_a_collector_that_fails_is_asked_once(tmp_path: Path) -
 
 
 async def test_no_request_begins_after_the_deadline_of_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logged: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
     collector, monotonic = Collector(accepts=True), time.monotonic
     monkeypatch.setattr(otlp, "time", SimpleNamespace(monotonic=lambda: monotonic() + collector.late_s))
     queue = Queue(collector, tmp_path / "sent")
     await fill(queue, *range(1, 3 * AT_ONCE + 1))
     await queue.close(within_s=500)
     assert (collector.num_calls, queue.num_sent) == (1, AT_ONCE)
-    assert caplog.records[-1].message == "512 spans sent, 0 spans dropped, 1024 left"
+    assert logged[-1].getMessage() == "512 spans sent, 0 spans dropped, 1024 left"
 
 
 @pytest.mark.parametrize(
