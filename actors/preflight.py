@@ -7,10 +7,11 @@ from typing import Final
 
 import anyio
 
+import actors.buffer.preflight as buffer
 import actors.reward.preflight as reward
 import actors.rollout.preflight as rollout
 import actors.trainer.preflight as trainer
-from actors.preflight_prompts import check_data
+from actors.reward.grader_check import check_rows, label_problem
 from actors.rollout.sglang.model_support import fp8_refusal, parallel_sizes
 from actors.trainer.models.config import critic_model, trained_model
 from actors.trainer.models.shapes import hf_shapes, num_weights
@@ -18,7 +19,7 @@ from runtime.functions.child import UserProcess, UserProcessError
 from runtime.functions.load import PluginError, find, is_plugin, located
 from runtime.functions.table import UserFunction, at
 from runtime.node.checks.check import check_here
-from runtime.node.checks.context import ASKING_LIMIT_S, MODEL, CheckContext, Checked, Checks
+from runtime.node.checks.context import ASKING_LIMIT_S, MODEL, CheckContext, Checked, Checks, SourceRows
 from runtime.node.checks.hub import hub_models
 from runtime.node.checks.machine import free_memory_bytes
 from runtime.process.actor import InputError
@@ -119,6 +120,19 @@ def check_memory(context: CheckContext) -> Iterator[Problem]:
             f"but this machine has only {show_bytes(free)} free"
         )
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
+
+
+def check_data(context: CheckContext) -> Iterator[Problem]:
+    """Check data and tokenizer, and with the rows the engines' limits and the graders."""
+    if not context.roles.is_home:  # only home has the data
+        return
+    sources: list[SourceRows] = []
+    found = list(buffer.check_rows(context, label_problem, sources))
+    if not answers_are_recorded(context.topology) and MODEL not in {problem.key for problem in found}:
+        yield from rollout.check_requests(context)
+    yield from found
+    yield from rollout.check_lengths(context, sources)
+    yield from check_rows(context, sources)
 
 
 ACTORS: Final = (

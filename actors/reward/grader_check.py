@@ -27,12 +27,19 @@ from messages import Prompt
 from runtime.bus.background import in_background
 from runtime.data.dumps import DumpedGroup
 from runtime.functions.load import is_plugin
-from runtime.node.checks.context import CheckContext
+from runtime.node.checks.context import CheckContext, SourceRows
 from runtime.process.actor import InputError
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.graders import REMOTE_RM, unmet_need
 from runtime.settings.tables.reward import RewardConfig, SampleField
-from runtime.settings.topology import Topology, judge_pools, own_graders, sample_fields, takes_list
+from runtime.settings.topology import (
+    Topology,
+    answers_are_recorded,
+    judge_pools,
+    own_graders,
+    sample_fields,
+    takes_list,
+)
 from runtime.util.errors import flatten
 
 if TYPE_CHECKING:
@@ -48,15 +55,7 @@ EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty an
 }
 
 
-class Rows(NamedTuple):
-    """Where rows to grade come from: a data source or an evaluation set."""
-
-    key: str  # of its settings table, such as "data.0"
-    place_key: str  # the setting that names its file, function or class
-    place: str
-
-
-def label_problem(source: Rows, prompts: Sequence[Prompt], reward: RewardConfig) -> Problem | None:
+def label_problem(source: SourceRows, prompts: Sequence[Prompt], reward: RewardConfig) -> Problem | None:
     """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label.
 
     Also of one whose built-in grader returns a dict without the reward that `reward.reward_key` names.
@@ -71,7 +70,7 @@ def label_problem(source: Rows, prompts: Sequence[Prompt], reward: RewardConfig)
     return None
 
 
-def _problem_of_label(source: Rows, prompt: Prompt, name: str, reward: RewardConfig) -> Problem | None:
+def _problem_of_label(source: SourceRows, prompt: Prompt, name: str, reward: RewardConfig) -> Problem | None:
     """Problem of one prompt with one built-in grader."""
     try:
         grader = find_grader(name)
@@ -105,6 +104,19 @@ class SampleRow(NamedTuple):
     prompt: Prompt
     group: bool  # whether its grader takes whole groups
     others: tuple[Prompt, ...] = ()  # further rows, on which the grader is tried if it fails on the first
+
+
+def check_rows(context: CheckContext, sources: Iterable[SourceRows]) -> Iterator[Problem]:
+    """Try users' graders on a row of each source, if the settings of rewards are usable."""
+    group = context.topology.reward.group_rm
+    rows = {
+        source.key: SampleRow(source.first, group and source.key.startswith("data"), tuple(source.others))
+        for source in sources
+        if source.first is not None and not context.has(f"{source.key}.rm_type")
+    }
+    is_usable = not any(problem.key.startswith("reward.") for problem in context.problems)
+    if is_usable and not answers_are_recorded(context.topology):
+        yield from check_graders(context, rows)
 
 
 def check_graders(context: CheckContext, rows: Mapping[str, SampleRow]) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Pre-start checks of engines: their arguments, and the models that they serve."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ from runtime.models.directory import (
     read_json,
 )
 from runtime.models.safetensors import safetensors_files
-from runtime.node.checks.context import MODEL, CheckContext, Checks
+from runtime.node.checks.context import MODEL, CheckContext, Checks, SourceRows
 from runtime.settings.derived import topk_divergence
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -124,6 +124,29 @@ def check_requests(context: CheckContext) -> Iterator[Problem]:
         served.check_stop(stop)
     except ValueError as error:
         yield Problem.of("rollout.stop", list(stop), str(error))
+
+
+def check_lengths(context: CheckContext, sources: Iterable[SourceRows]) -> Iterator[Problem]:
+    """Check the longest prompt of each source plus its response against context limits."""
+    topology = context.topology
+    model = read_model(Path(topology.model.hf_checkpoint))
+    for source in sources if not answers_are_recorded(topology) else ():
+        length = source.longest + source.max_response_len
+        needed = min(length, topology.rollout.max_context_len or length)
+        why = (
+            f"a prompt of {source.longest} tokens in {source.place} and a response of {source.max_response_len} tokens "
+            f"need {needed}"
+        )
+        for name, engine in topology.engines.items():
+            room = engine.max_total_tokens
+            if room is not None and room < needed + KEPT_OF_INPUT:
+                message = f"is too small: {why}, and engines reserve {KEPT_OF_INPUT}"
+                yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
+        if needed > context_of(model):
+            table = "rollout" if source.key.startswith("data") else source.key
+            remedy = "set rollout.max_context_len to cut responses, or rollout.max_prompt_len to leave long prompts out"
+            message = f"{why}, and {end_of(model)}; {remedy}"
+            yield Problem.of(f"{table}.max_response_len", source.max_response_len, message)
 
 
 def check_frozen_pools(context: CheckContext) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import actors.preflight  # noqa: F401 - here once, not in the process of each check
-from actors.preflight_prompts import PROBE
+from actors.buffer.preflight import PROBE
 from bin.start_topology import main
 from tests.bin.check_cases import LAPTOP, MODEL, ROOT
 

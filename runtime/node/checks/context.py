@@ -1,15 +1,17 @@
 """The form of all pre-start checks: functions that get a context and yield problems."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
+from messages import Prompt
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.load import LoadedTopology, places
 from runtime.settings.placement import home_node, roles_of
 from runtime.settings.reading.config import Problem
+from runtime.settings.tables.reward import RewardConfig
 
 ASKING_LIMIT_S: Final = 120.0  # of an activity that asks servers or interpreters, which have their own limits too
 
@@ -78,6 +80,19 @@ class CheckContext:
         return Checked(problems=self.problems, notes=tuple(self.notes), left_out=self.left_out)
 
 
+class SourceRows(msgspec.Struct):
+    """A data source or an evaluation set, and what is known of its usable rows once they are read."""
+
+    key: str  # of its settings table, such as "data.0"
+    place_key: str  # the setting that names its file, function or class
+    place: str
+    max_response_len: int = 0  # tokens
+    first: Prompt | None = None
+    others: list[Prompt] = []  # some of the further ones with its grader, over the whole source
+    longest: int = 0  # tokens of the longest prompt
+
+
+RowsCheck = Callable[[SourceRows, Sequence[Prompt], RewardConfig], Problem | None]
 Check = Callable[[CheckContext], Iterator[Problem]]
 
 

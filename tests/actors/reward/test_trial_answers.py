@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import pytest
 
+from actors.buffer.preflight import SourceSummary
 from actors.buffer.prompts.prompts import Reader
-from actors.preflight_prompts import Source, SourceSummary
 from actors.reward.causes import is_of_machine
 from actors.reward.frames import Graded
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.trial_answers import answers_to, failure_of
 from messages import Int32Array, Prompt
+from runtime.node.checks.context import SourceRows
 from tests.build.topology import topology_with
 from tests.support.checks import context_of
 
@@ -152,15 +153,11 @@ class AnyLength:
 
 
 def test_the_rows_of_a_large_source_are_from_all_over_it() -> None:
-    topology = topology_with(data=[{"name": "d", "path": "p", "rm_type": "math"}])
-    source = Source("data.0", topology.data[0], cast("Reader", AnyLength()), 1)
-    ids, found = Int32Array([1]), SourceSummary()
+    ids, found = Int32Array([1]), SourceSummary(SourceRows("data.0", "data.0.path", "p"), cast("Reader", AnyLength()))
     for first in range(0, 3000, 1000):
         rows = range(first, first + 1000)
-        found.add(
-            [Prompt(data="d", row=row, text="p", prompt_ids=ids, rm_type=f"m{row % 3 > 0}") for row in rows], source
-        )
-    numbers = [prompt.row for prompt in found.others]
+        found.add([Prompt(data="d", row=row, text="p", prompt_ids=ids, rm_type=f"m{row % 3 > 0}") for row in rows])
+    numbers = [prompt.row for prompt in found.rows.others]
     assert numbers[-1] > 1500
     assert {number % 2 for number in numbers[-7:]} == {0, 1}  # two kinds of rows may take turns
     assert all(number % 3 == 0 for number in numbers)

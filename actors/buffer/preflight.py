@@ -1,4 +1,4 @@
-"""Pre-start checks of data sources: render and tokenize every row, and grade one row of each source."""
+"""Pre-start checks of the tokenizer and of data sources: render and tokenize every row."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,19 +18,16 @@ from actors.buffer.prompts.source_process import (
     source_settings,
 )
 from actors.buffer.prompts.tokenizing import RENDERING_BYTES, Tokenizing, TooMuch, load_tokenizing
-from actors.reward.grader_check import Rows, SampleRow, check_graders, label_problem
-from actors.rollout.preflight import check_requests, context_of, end_of
-from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.functions.load import PluginError
 from runtime.models.config import read_model
 from runtime.models.directory import LOADING_BYTES
-from runtime.node.checks.context import MODEL, CheckContext
+from runtime.node.checks.context import MODEL, CheckContext, RowsCheck, SourceRows
 from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling, trains_demonstrations
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.prompts import DataConfig
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 from runtime.util.memory import MemoryLimit
 
@@ -59,56 +56,52 @@ class Source(NamedTuple):
         return f"{self.key}.{next((name for name, value in names.items() if value is not None), 'path')}"
 
     @property
-    def rows(self) -> Rows:
-        """How the reward actor's checks know it."""
-        return Rows(self.key, self.place_key, self.place)
+    def rows(self) -> SourceRows:
+        """Its description, before a row is read."""
+        return SourceRows(self.key, self.place_key, self.place, self.max_response_len)
 
 
 class SourceSummary(msgspec.Struct):
     """Summary of all rows of a source."""
 
-    first: Prompt | None = None  # the first usable prompt
-    others: list[Prompt] = []  # some of the further ones, over the whole source
+    rows: SourceRows
+    reader: Reader
     num_usable: int = 0
-    next_other: int = 1  # number of the usable prompt that is the next of them
+    next_other: int = 1  # number of the usable prompt that is the next of the further ones
     highest: int = -1  # highest token id
-    longest: int = 0  # tokens of the longest usable prompt
     too_long: str | None = None  # the limit that the shortest overlong prompt exceeds
     shortest: int = 0  # tokens of that prompt
     problem: Problem | None = None  # with the first row that its grader cannot grade
 
-    def add(self, prompts: Sequence[Prompt], source: Source) -> list[Prompt]:
+    def add(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Add prompts to the summary and return the usable ones."""
-        usable: list[Prompt] = []
+        rows, usable = self.rows, list[Prompt]()
         for prompt in prompts:
-            reason, length = source.reader.too_long(prompt), len(prompt.prompt_ids)
+            reason, length = self.reader.too_long(prompt), len(prompt.prompt_ids)
             if reason is None:
                 usable.append(prompt)
-                self.longest = max(self.longest, length)
+                rows.longest = max(rows.longest, length)
                 ids = [prompt.prompt_ids] if prompt.response_ids is None else [prompt.prompt_ids, prompt.response_ids]
                 self.highest = max([self.highest, *(int(part.max()) for part in ids if len(part))])
             elif self.too_long is None or length < self.shortest:
                 self.too_long, self.shortest = reason, length
-        self.first = self.first or next(iter(usable), None)
+        rows.first = rows.first or next(iter(usable), None)
         for number, prompt in enumerate(usable, self.num_usable):
-            if number >= self.next_other and self.first is not None and prompt.rm_type == self.first.rm_type:
-                self.others.append(prompt)
+            if number >= self.next_other and rows.first is not None and prompt.rm_type == rows.first.rm_type:
+                rows.others = [*rows.others, prompt][-MAX_OTHERS:]
                 self.next_other = number + number // 2 + 1  # odd and even ones: sources may take turns
         self.num_usable += len(usable)
         return usable
 
 
-def check_data(context: CheckContext) -> Iterator[Problem]:
-    """Check data, tokenizer and graders. A grader that fails on some rows or answers adds a note, not a problem."""
-    if not context.roles.is_home:  # only home has the data
-        return
-    found = list(_data_problems(context))
-    if not answers_are_recorded(context.topology) and MODEL not in {problem.key for problem in found}:
-        yield from check_requests(context)
-    yield from found
+def check_rows(context: CheckContext, grades: RowsCheck, found: list[SourceRows]) -> Iterator[Problem]:
+    """Check the tokenizer, and render and tokenize every row of every source.
 
-
-def _data_problems(context: CheckContext) -> Iterator[Problem]:
+    Args:
+        context: of the pre-start checks; receives activities and notes.
+        grades: asked for each part of a source's usable prompts, until it finds one that its grader cannot grade.
+        found: receives every source that could be read.
+    """
     topology, model = context.topology, context.topology.model
     probe_s = min(PROBE_S, topology.run.check_timeout_s)
     context.doing(
@@ -134,34 +127,31 @@ def _data_problems(context: CheckContext) -> Iterator[Problem]:
             tokenizing.encode([PROBE])
     except ValueError:
         pass  # as above
-    graded: dict[str, SampleRow] = {}
     settings = source_settings(topology)
     for source in _sources(topology, tokenizing):
         if context.has(source.place_key):
             continue
-        found = SourceSummary()
+        summary = SourceSummary(source.rows, source.reader)
         try:
             for prompts in _parts(source, context, settings):
-                usable = found.add(prompts, source)
-                if found.problem is None and not trains_demonstrations(topology):
-                    found.problem = label_problem(source.rows, usable, topology.reward)
+                usable = summary.add(prompts)
+                if summary.problem is None and not trains_demonstrations(topology):
+                    summary.problem = grades(summary.rows, usable, topology.reward)
         except (DataError, PluginError) as error:
             yield Problem.of(source.place_key, source.place, str(error).removeprefix(f"{source.place}: "))
             continue
+        found.append(summary.rows)
         if (note := source.reader.take_note()) is not None:
             context.notes.append(f"{source.place_key} = {show(source.place)}: {note}")
-        if found.problem is not None:
-            yield found.problem
-        if found.first is None:
-            message = f"no row is short enough; in the shortest one {found.too_long}"
+        if summary.problem is not None:
+            yield summary.problem
+        if summary.rows.first is None:
+            message = f"no row is short enough; in the shortest one {summary.too_long}"
             yield Problem.of(source.place_key, source.place, message)
-        elif not context.has(f"{source.key}.rm_type"):
-            group = topology.reward.group_rm and source.key.startswith("data")
-            graded[source.key] = SampleRow(found.first, group, tuple(found.others[-MAX_OTHERS:]))
-        yield from _too_large(topology, source, found)
-    is_usable = not any(problem.key.startswith("reward.") for problem in context.problems)
-    if graded and is_usable and not answers_are_recorded(topology):
-        yield from check_graders(context, graded)
+        vocab_size = read_model(Path(model.hf_checkpoint)).shape.vocab_size
+        if summary.highest >= vocab_size:
+            message = f"its tokenizer encodes {source.place} with token {summary.highest}, but its vocabulary has "
+            yield Problem.of(MODEL, model.hf_checkpoint, f"{message}{vocab_size}")
 
 
 def _parts(source: Source, context: CheckContext, settings: SourceSettings | None) -> Iterator[list[Prompt]]:
@@ -201,26 +191,3 @@ def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
     for index, item in enumerate(topology.eval):
         response = eval_sampling(topology, item).max_response_len
         yield Source(f"eval.{index}", eval_data(topology, item), reader, response)
-
-
-def _too_large(topology: Topology, source: Source, found: SourceSummary) -> Iterator[Problem]:
-    """Check token ids against the vocabulary, and the longest prompt plus response against context limits."""
-    place, response = source.place, source.max_response_len
-    model = read_model(Path(topology.model.hf_checkpoint))
-    if found.highest >= model.shape.vocab_size:
-        message = (
-            f"its tokenizer encodes {place} with token {found.highest}, but its vocabulary has {model.shape.vocab_size}"
-        )
-        yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
-    needed = min(found.longest + response, topology.rollout.max_context_len or found.longest + response)
-    why = f"a prompt of {found.longest} tokens in {place} and a response of {response} tokens need {needed}"
-    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        room = engine.max_total_tokens
-        if room is not None and room < needed + KEPT_OF_INPUT:
-            message = f"is too small: {why}, and engines reserve {KEPT_OF_INPUT}"
-            yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
-    if not answers_are_recorded(topology) and needed > context_of(model):
-        of_run = source.key.startswith("data")
-        length = "rollout.max_response_len" if of_run else f"{source.key}.max_response_len"
-        remedy = "set rollout.max_context_len to cut responses, or rollout.max_prompt_len to leave long prompts out"
-        yield Problem.of(length, response, f"{why}, and {end_of(model)}; {remedy}")
