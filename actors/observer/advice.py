@@ -35,6 +35,7 @@ from messages.plain import clipped
 from runtime.report.fold.account import Account
 from runtime.report.fold.spans import StepTime
 from runtime.report.group_numbers import Samples
+from runtime.report.lines import blocked_text
 from runtime.util.formatting import duration
 
 LEARNT_STEPS: Final = 20  # before it, a run may still begin with a model that answers nothing
@@ -332,7 +333,7 @@ def no_finding(_run: RunFacts) -> str | None:
 
 def blocking_now(account: Account) -> str:
     """Describe the calls that block an event loop; empty if none does."""
-    return "; ".join(text for _, _, text in account.blocked.values())
+    return "; ".join(blocked_text(event) for _, _, event in account.blocked.values())
 
 
 def restarts(account: Account) -> str:

@@ -22,9 +22,9 @@ from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.state import Group, Stage
 from runtime.ledger.steps import Settled
 from runtime.report.fold.spans import StepTime
-from runtime.report.group_numbers import rollout_s
+from runtime.report.group_numbers import mean_of, rollout_s
 from runtime.report.report import ledger_in
-from runtime.report.rows import MetricRow, mean_of
+from runtime.report.rows import MetricRow
 
 HELD_STEPS: Final = 64  # rows of steps that wait for a late evaluation
 STATES: Final = {  # words of the ledger's sum for the groups that are live at the end

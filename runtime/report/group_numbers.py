@@ -1,5 +1,6 @@
 """The samples of completed groups by field, their numbers for the metrics, and the check of the first scores. Pure."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -9,6 +10,16 @@ from messages import EngineNumbers, GroupCompleted, SampleStatus, SampleSummary
 
 TRUNCATED: Final = SampleStatus.TRUNCATED  # a name of this module is read ten times quicker than an enum's member
 FAILED: Final = SampleStatus.FAILED
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """Return the mean; None for no values."""
+    if not values:
+        return None
+    try:
+        return math.fsum(values) / len(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or an overflow
+        return sum(values) / len(values)
 
 
 class Samples(msgspec.Struct, frozen=True):

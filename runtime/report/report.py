@@ -30,7 +30,15 @@ from runtime.ledger.snapshots import content_of
 from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.fold.account import KEEP, Account
 from runtime.report.fold.spans import Span
-from runtime.report.group_numbers import FAILED, CompletedNumbers, EqualScores, Samples, is_left_out, is_ungraded
+from runtime.report.group_numbers import (
+    FAILED,
+    CompletedNumbers,
+    EqualScores,
+    Samples,
+    is_left_out,
+    is_ungraded,
+    mean_of,
+)
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
 from runtime.report.rows import (
     STEP,
@@ -38,7 +46,6 @@ from runtime.report.rows import (
     drop_metrics,
     eval_means,
     group_metrics,
-    mean_of,
     not_asked,
     rewards_of,
     ungraded_shares,

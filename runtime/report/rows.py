@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from messages import EngineNumbers
-from runtime.report.group_numbers import GroupNumbers
+from runtime.report.group_numbers import GroupNumbers, mean_of
 from runtime.util.files import append_line, write_atomically
 
 MetricRow = dict[str, Any]  # by name
@@ -23,16 +23,6 @@ NOT_MEANS: Final = (
     NOT_ASKED,
     UNGRADED,
 )  # suffixes of other metrics of an evaluation set
-
-
-def mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean; None for no values."""
-    if not values:
-        return None
-    try:
-        return math.fsum(values) / len(values)
-    except (ValueError, OverflowError):  # infinities of both signs, or an overflow
-        return sum(values) / len(values)
 
 
 def rewards_of(groups: Sequence[GroupNumbers]) -> list[float]:

@@ -48,7 +48,6 @@ from runtime.report.fold.wait import (
     paint_spans,
     paint_wait,
 )
-from runtime.report.lines import blocked_text
 
 KEPT_STEPS: Final = 5_000
 KEPT_SPANS: Final = 4_096  # groups that ended outside of a batch, and weight updates and others of the newest step
@@ -98,7 +97,7 @@ class Account(msgspec.Struct):
     unpublished: float = 0.0  # start of a trainer that has neither announced weights nor trained; 0: there is none
     phase: tuple[PhaseChanged, float] | None = None  # the current one with colocation, and when it began
     starting: bool = True  # the run was started, and its trainer is not there yet
-    blocked: dict[str, tuple[float, str, str]] = {}  # by process: since when, by what, and the line about it
+    blocked: dict[str, tuple[float, str, EventLoopBlocked]] = {}  # by process: since when, and by what
     restarts: list[tuple[float, str]] = []  # the newest: time and process
     weights: WeightTimes = msgspec.field(default_factory=WeightTimes)
     step: StepTime | None = None  # that the newest event ended
@@ -313,7 +312,7 @@ class Account(msgspec.Struct):
             self._add(Span("blocked", name, time - event.blocked_s, time))
             self.weights.blocked_s += event.blocked_s
         else:
-            self.blocked[event.actor] = time - event.blocked_s, name, blocked_text(event)
+            self.blocked[event.actor] = time - event.blocked_s, name, event
 
     def _checkpoint(self, event: CheckpointSaved, time: float, ended: list[Span]) -> None:
         """Paint a checkpoint's pause, also in a step that ended before it was reported."""

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from messages import GroupCompleted, WeightsApplied
-from runtime.report.rows import MetricRow, mean_of
+from runtime.report.group_numbers import mean_of
 
 PARTS: Final = {  # of a step, in the order in which they are shown
     "start": "processes start, models and data are loaded",
@@ -136,9 +136,9 @@ class WeightTimes(msgspec.Struct):
             pauses = [engine.pause_s for engine in event.engines]
             self.pause_s = max((*pauses, self.pause_s or 0.0)) if pauses else self.pause_s
 
-    def row(self) -> MetricRow:
+    def row(self) -> dict[str, float]:
         """Return the metrics of the newest confirmed version, and of what happened since the last step."""
-        row = MetricRow()
+        row: dict[str, float] = {}
         if self.applied_s is not None:
             row["perf/update_weights_applied_time"] = self.applied_s
         if self.pause_s is not None:

@@ -23,8 +23,9 @@ from messages import (
     decode,
     encode,
 )
+from runtime.report.group_numbers import mean_of
 from runtime.report.report import RowDone
-from runtime.report.rows import MetricsFile, mean_of
+from runtime.report.rows import MetricsFile
 from runtime.util.formatting import sparkline
 from tests.runtime.report.story import Story, one_step
 
