@@ -24,23 +24,18 @@ from runtime.bus.wire import to_wire
 class Received(Generic[MessageT]):
     """A message read from a log."""
 
-    __slots__ = ("_time_ns", "message", "pending", "seq")
+    __slots__ = ("message", "pending", "seq", "time")
 
-    def __init__(self, message: MessageT, seq: int, time_ns: int, pending: int) -> None:
+    def __init__(self, message: MessageT, seq: int, time: datetime, pending: int) -> None:
         self.message = message
         self.seq = seq  # sequence in the stream
         self.pending = pending  # later messages when it was sent; 0: the reader caught up
-        self._time_ns = time_ns
-
-    @property
-    def time(self) -> datetime:
-        """Time at which the server stored the event."""
-        return time_of(self._time_ns)
+        self.time = time  # at which the server stored it, in whole microseconds, as archives have it
 
     @property
     def unix_time(self) -> float:
-        """The same as Unix time in seconds; both in whole microseconds, as stored and archived events are read."""
-        return self._time_ns // 1000 / 1_000_000
+        """The same as Unix time in seconds."""
+        return self.time.timestamp()
 
     def __repr__(self) -> str:
         return f"Received(seq={self.seq}, pending={self.pending}, message={self.message!r})"
@@ -94,7 +89,7 @@ class Events(Generic[MessageT]):
                 if not place.num_pending:
                     return None
                 continue
-            return Received(message, place.stream_seq, place.time_ns, place.num_pending)
+            return Received(message, place.stream_seq, time_of(place.time_ns), place.num_pending)
 
     async def _pass_over(self, raw: RawMessage, seq: int, error: DecodeError) -> None:
         """Skip an unusable event. Ignores external subjects, but not the ledger, which every reader must know.

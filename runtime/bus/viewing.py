@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Final
 
 from messages import DecodeError, Message, Plane, decode
@@ -9,7 +10,6 @@ from messages.subjects import check_run_name, inbox_prefix, stream_of
 from runtime.bus.events import Received
 from runtime.bus.limits import MIB, BusLimits
 from runtime.bus.nats.connection import Connection, open_connection
-from runtime.bus.nats.pull import nanoseconds_of
 from runtime.bus.nats.store import PENDING, TIME, Store
 
 BATCH: Final = 256  # messages of one request
@@ -39,7 +39,7 @@ class Viewing:
                 self.num_skipped += 1
                 continue
             pending = int(stored.headers.get(PENDING, 0))
-            events.append(Received(message, stored.seq, nanoseconds_of(stored.headers[TIME]), pending))
+            events.append(Received(message, stored.seq, datetime.fromisoformat(stored.headers[TIME]), pending))
         return events, from_seq
 
 

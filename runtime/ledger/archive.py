@@ -10,7 +10,7 @@ import uuid
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -33,8 +33,6 @@ FILE_NAME: Final = re.compile(r"events-(\d+)-(\d+)\.jsonl\.gz")
 LEVEL: Final = 3  # compression level: a tenth of the size in a fifth of the default level's time
 HEADER_CHARS: Final = 300  # bound of an unknown header value
 LINES_AT_ONCE: Final = 512  # per call of a worker thread
-MICROSECOND: Final = timedelta(microseconds=1)
-UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ArchiveDamaged(OSError):
@@ -251,4 +249,4 @@ def _decoded(stored: ArchivedEvent) -> Received[Message] | None:
         message = decode(payload, {TYPE_HEADER: stored.type, CONTENT_TYPE_HEADER: stored.content_type})
     except DecodeError:
         return None
-    return Received(message, stored.seq, (stored.time - UNIX_EPOCH) // MICROSECOND * 1000, 1)
+    return Received(message, stored.seq, stored.time, 1)

@@ -55,11 +55,6 @@ def time_of(time_ns: int) -> datetime:
     return UNIX_EPOCH + time_ns // 1000 * MICROSECOND
 
 
-def nanoseconds_of(text: str) -> int:
-    """Read such a time from the header of a stored message, to the microsecond."""
-    return (datetime.fromisoformat(text) - UNIX_EPOCH) // MICROSECOND * 1000
-
-
 class Pull:
     """An inbox that pull requests fill.
 

@@ -1,5 +1,6 @@
 """The buffer on a real bus: what it does when the log holds what it cannot read, and when another buffer writes."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -161,7 +162,7 @@ async def test_a_halt_is_not_stored_after_a_decision_that_came_first(
 
     async def overtaken(event: Message, *, expected_last: int) -> int:
         if expected_last == 0:
-            await own.fold(Received(first, await append(first, expected_last=0), 0, 0))
+            await own.fold(Received(first, await append(first, expected_last=0), datetime.now(UTC), 0))
         return await append(event, expected_last=expected_last)
 
     monkeypatch.setattr(bus, "append", overtaken)
