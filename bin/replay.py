@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if rest and args.to != "trainer":
         _parser().error("\n".join([f"unrecognized arguments: {' '.join(rest)}", *override_hint(rest)]))
-    from runtime.data.dump_files import DumpError
+    from runtime.data.columns import DumpError
     from runtime.settings.reading.config import TopologyError  # imports NumPy, which --help does not need
 
     return ended(lambda: _train(args, rest) if args.to == "trainer" else _show(args), TopologyError, DumpError)

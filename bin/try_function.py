@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         _parser().error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *override_hint(unknown)]))
     from actors.reward.process import GraderProcessError
     from actors.rollout.sglang.errors import EngineError
+    from runtime.data.columns import DumpError
     from runtime.data.data_files import DataError
-    from runtime.data.dump_files import DumpError
     from runtime.functions.load import PluginError
     from runtime.settings.reading.config import TopologyError
 
@@ -139,16 +140,17 @@ def _samples(args: argparse.Namespace) -> Iterator[list[tuple["GradedSample", fl
         for group in _groups(args):
             yield [(graded_sample(group, place), sample.reward) for place, sample in enumerate(group.samples)]
         return
-    rows = [_row(args.on, number, line) for number, line in enumerate(_lines(args.on), 1) if line]
+    rows = [_row(args.on, number, line) for number, line in _lines(args.on)]
     yield [
         (GradedSample(index=index, response_len=len(row["response"]), **row), None)
         for index, row in enumerate(rows[: args.limit])
     ]
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Read the lines of a file that are not empty, each with its number."""
     try:
-        return path.read_text("utf-8").splitlines()
+        return [(number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line]
     except OSError as error:
         raise WrongInput(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -221,7 +223,7 @@ def _prompts(args: argparse.Namespace, *overrides: str) -> tuple["Topology", Seq
         if not topology.data:
             raise WrongInput(f"{args.topology}: has no [[data]] table; write one, or give --on FILE with prompts")
         return topology, first_prompts(topology, args.limit)
-    rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line]
+    rows = [_decoded(args.on, number, line, GenerateRow) for number, line in _lines(args.on)]
     if not rows:
         raise WrongInput(f"{args.on}: holds no prompt; expected a JSON object in each line")
     return topology, rows[: args.limit]
@@ -327,8 +329,6 @@ def _decoded(path: Path, number: int, line: str, kind: Any) -> Any:
 
 
 def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    import time
-
     from actors.filter.filters import FilterError, ReplayedFilter
 
     judge = ReplayedFilter(args.function)
@@ -350,27 +350,14 @@ def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    import time
-
     import anyio
 
     from actors.buffer.deciding.measuring import EvalSample, MetricsError, try_metrics
     from runtime.functions.child import UserFunctionError, UserProcessError
 
+    names = [name for name in EvalSample.__struct_fields__ if name != "item"]
     samples = [
-        EvalSample(
-            item=item,
-            index=sample.index,
-            part=sample.part,
-            prompt=sample.prompt,
-            label=sample.label,
-            metadata=sample.metadata,
-            status=sample.status,
-            response_len=sample.response_len,
-            reward=sample.reward,
-            score=sample.score,
-            sample_metadata=sample.sample_metadata,
-        )
+        EvalSample(item=item, **{name: getattr(sample, name) for name in names})
         for item, group in enumerate(_groups(args))
         for sample in group.samples
     ]
@@ -386,8 +373,6 @@ def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    import time
-
     from actors.buffer.prompts.source_process import SourceProcess
     from runtime.data.data_files import DataError
 
@@ -431,8 +416,6 @@ def _is_class(function: str) -> bool:
 
 def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Draw rows in the process of a run, and then 100 rows twice, with a kill between."""
-    import time
-
     from actors.buffer.prompts.source_process import SourceProcess, drawn_twice
     from actors.buffer.prompts.source_worker import SavedState
     from runtime.data.data_files import DataError
@@ -465,8 +448,6 @@ def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 def _try_calls(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Call a function with a process of its own, with each line of a file."""
-    import time
-
     import anyio
     import msgspec
 
@@ -485,9 +466,8 @@ def _try_calls(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
     async def answers() -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []
-        lines = [(number, line) for number, line in enumerate(_lines(args.on), 1) if line]
         try:
-            for number, line in lines[: args.limit]:
+            for number, line in _lines(args.on)[: args.limit]:
                 payload, start = msgspec.msgpack.encode(_decoded(args.on, number, line, Any)), time.perf_counter()
                 try:
                     answer = msgspec.msgpack.decode(await process.call(payload, timeout_s=kind.timeout_s))

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from messages import Outcome, Segment
-from runtime.data.dump_files import DumpError, check_columns, lines_path, read_sample, sample_lines
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import check_columns, lines_path, read_sample, sample_lines
 from runtime.data.dumps import DumpedSample, Fate
 from runtime.data.trained_tokens import TrainedSample, read_trained
 

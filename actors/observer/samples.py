@@ -21,7 +21,8 @@ from actors.observer.shown_samples import (
     tokens_shown,
     worst_and_best_first,
 )
-from runtime.data.dump_files import TOKENIZER, DumpError
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import TOKENIZER
 from runtime.data.dumps import DumpedSample
 from runtime.models.directory import ModelError, open_tokenizer
 from runtime.util.formatting import count_of

@@ -22,18 +22,17 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
 import math
 import re
 import zipfile
-import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from messages import Float32Array, Int32Array, PackedArray, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+from runtime.data.columns import Columns, DumpError, load, reading, rows
 from runtime.data.dumps import TOPK_COLUMNS, DumpedGroup, DumpedSample
 from runtime.data.tokens import sample_problem
 from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
@@ -46,15 +45,8 @@ TOPOLOGY_FILE: Final = "topology.json"
 TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
 NEWEST: Final = "samples"  # in a run directory: the dumps of its newest steps, of `observe.samples`
 MAX_LINE_BYTES: Final = 64 * 2**20  # of a sample; a longer line counts as damaged
-SKIPPED_BYTES: Final = 2**20  # of a column at once
 _NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
 _KEYS: Final = ("group_id", "attempt", "index", "part")
-
-Columns = Mapping[str, NDArray[Any]]
-
-
-class DumpError(ValueError):
-    """A dump cannot be used. The message names file, line and problem."""
 
 
 class DumpedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +134,7 @@ def told_by_of(directory: Path, step: int) -> tuple[int, int] | None:
     if not lines_path(directory, step).exists() or not columns_path(directory, step).exists():
         return None
     try:
-        seq, time_us = _load(columns_path(directory, step), ["told_by"])["told_by"]
+        seq, time_us = load(columns_path(directory, step), ["told_by"])["told_by"]
     except (DumpError, ValueError):
         return None
     return int(seq), int(time_us)
@@ -213,7 +205,7 @@ def check_columns(directory: Path, step: int, num_samples: int) -> None:
         DumpError: a file is missing, or the numbers of rows differ; names the file.
     """
     path = columns_path(directory, step)
-    found = len(_load(path, ["group_id"])["group_id"])
+    found = len(load(path, ["group_id"])["group_id"])
     if found != num_samples:
         lines = lines_path(directory, step)
         raise DumpError(f"{path}: has {found} samples, {lines.name} has {num_samples} lines")
@@ -234,7 +226,7 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     """
     samples, path = read_lines(directory, step), columns_path(directory, step)
     check_columns(directory, step, len(samples))
-    columns = _load(
+    columns = load(
         path,
         [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS],
         may_lack=(*_ROUTED, *_KEPT, _TEMPERATURES, *_COMPUTED),
@@ -403,64 +395,6 @@ def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
 
 def _joined(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
     return np.concatenate([np.asarray(array) for array in arrays]).astype(dtype) if arrays else np.zeros(0, dtype)
-
-
-def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Columns:
-    with reading(path) as opened, np.load(opened, allow_pickle=False) as file:
-        return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
-
-
-def rows(archive: zipfile.ZipFile, name: str, begin: int, end: int | None) -> NDArray[Any]:
-    """Read rows of a column, and skip those before.
-
-    Args:
-        archive: open columns.
-        name: of the column.
-        begin: first row.
-        end: end of the rows; None: all.
-
-    Raises:
-        KeyError, ValueError: there is no such column, or it has no such rows.
-    """
-    with archive.open(f"{name}.npy") as column:
-        np.lib.format.read_magic(column)
-        shape, column_major, dtype = np.lib.format.read_array_header_1_0(column)
-        end = end if end is not None or not shape else shape[0]
-        if dtype.hasobject or column_major or end is None or not 0 <= begin <= end <= shape[0]:
-            raise ValueError(f"column {name} has no rows {begin} to {end}")
-        row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-        left = begin * row_bytes
-        while left:
-            skipped = len(column.read(min(left, SKIPPED_BYTES)))
-            if not skipped:
-                raise ValueError(f"column {name} is cut short")
-            left -= skipped
-        return np.frombuffer(column.read((end - begin) * row_bytes), dtype).reshape(end - begin, *shape[1:])
-
-
-UNREADABLE: Final = (  # what zipfile and numpy raise for damaged files; RuntimeError: encrypted, or of a later zip
-    *(OSError, ValueError, TypeError, EOFError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error),
-)
-
-
-@contextmanager
-def reading(path: Path) -> Generator[BinaryIO]:
-    """Open the columns of a step.
-
-    Raises:
-        DumpError: the file cannot be read, or a block finds something wrong in it.
-    """
-    try:
-        with path.open("rb") as opened:  # np.load does not close a truncated file
-            yield opened
-    except FileNotFoundError as error:
-        raise DumpError(f"{path}: no such file") from error
-    except KeyError as error:
-        raise DumpError(f"{path}: has no column {error}") from error
-    except DumpError:
-        raise
-    except UNREADABLE as error:
-        raise DumpError(f"{path}: cannot be read: {error}") from error
 
 
 def _checked_segments(

@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from runtime.data.dump_files import DumpError, check_columns, read_lines, read_pair, steps_in
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import check_columns, read_lines, read_pair, steps_in
 from runtime.data.dumps import DumpedGroup
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.topology import Topology

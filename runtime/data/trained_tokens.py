@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from runtime.data.dump_files import DumpError, reading, rows
+from runtime.data.columns import DumpError, reading, rows
 from runtime.util.disk import writing
 from runtime.util.files import atomic_file
 from runtime.util.secrets import make_private

@@ -7,7 +7,8 @@ import pytest
 
 from actors.observer.sample_index import Found, SampleIndex, Sort
 from messages import Outcome
-from runtime.data.dump_files import DumpError, columns_path, lines_path, write_pair
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import columns_path, lines_path, write_pair
 from runtime.data.dumps import Fate
 from tests.build.dumps import dumped_group
 

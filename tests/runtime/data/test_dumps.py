@@ -25,8 +25,8 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
+from runtime.data.columns import DumpError
 from runtime.data.dump_files import (
-    DumpError,
     columns_path,
     lines_path,
     read_lines,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime.data import trained_tokens
-from runtime.data.dump_files import DumpError
+from runtime.data.columns import DumpError
 from runtime.data.trained_tokens import TokenWriter, TrainedTokens, read_trained, trained_path, write_trained
 
 

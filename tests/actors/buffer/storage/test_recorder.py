@@ -42,7 +42,8 @@ from messages import (
     WeightSpan,
 )
 from runtime.bus.bus import Bus
-from runtime.data.dump_files import DumpError, known_steps, read_lines, read_pair, steps_in
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import known_steps, read_lines, read_pair, steps_in
 from runtime.ledger.fold import LEDGER_EVENTS
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology

@@ -12,7 +12,8 @@ import pytest
 from actors.rollout.offline.demonstrations import Demonstrations
 from actors.rollout.offline.dump import Dumped
 from messages import Int32Array, Prompt, RolloutRequested, SampleStatus, SamplingParams, UInt8Array
-from runtime.data.dump_files import DumpError, columns_path, lines_path, write_pair
+from runtime.data.columns import DumpError
+from runtime.data.dump_files import columns_path, lines_path, write_pair
 from runtime.data.dumped_run import DumpedGroups, fitted
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
