@@ -267,10 +267,10 @@ class BufferActor(Actor):
         The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
         """
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
-        announced = await self._in_thread(lambda: _loaded_first(self._run_dir))
+        first = await self._in_thread(lambda: list(first_archived(self._run_dir)))
+        announced = [received.message for received in first if isinstance(received.message, PromptsLoaded)]
         async with self._bus.read(PromptsLoaded) as events:
-            async for received in events.so_far():
-                announced.append(received.message)
+            announced += [received.message async for received in events.so_far()]
         for loaded in announced:
             if loaded.fingerprint:
                 known.setdefault(loaded.data, []).append(loaded.fingerprint)
@@ -495,8 +495,3 @@ class BufferActor(Actor):
             log.warning("task_refused", task=task.key(), reason=str(error))
             for ending in failed_endings(task, str(error), self._bus.name):
                 await self._bus.publish(ending)
-
-
-def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
-    """Return the archived PromptsLoaded events from the start of the run."""
-    return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]

@@ -29,16 +29,16 @@ publishes checkpoint.saved. The reasons:
 - Payloads of a batch may be lost. If the step was never trained, the trainer reports them (payloads.missing) and the
   ledger makes that batch again. If the step was trained before a crash, the trainer trains the remaining groups and
   reports the number of missing ones. The ledger has settled those groups and does not generate them again.
-- A new version is the log's highest version plus one. A version that was written but not announced was never used. Its
-  files are overwritten.
+- A new version is the log's highest version plus one. Files of a version that was never announced are overwritten.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from actors.trainer.weights.publish import Published
 
 log = structlog.get_logger()
+
+NO_PROBE = "the rollout actor reads samples from files: no engine loads the weights"
 
 
 class Leader:
@@ -177,7 +179,8 @@ class Leader:
         Every incarnation that gets here saves the last checkpoint and publishes checkpoint.saved. An earlier
         incarnation may have died before it published its own. This event ends the run, so the export comes before it.
         """
-        async with anyio.create_task_group() as self._writing, self._serving():
+        serving = in_background(self.serve) if self.sessions.sends_in_background else nullcontext()
+        async with anyio.create_task_group() as self._writing, serving:
             if self.step == 0:
                 await self._evaluate()
             while self.step < self._train.num_steps:
@@ -188,15 +191,6 @@ class Leader:
                     await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
                 await self._save()
         self._waiting = "nothing: all steps are trained", time.monotonic()
-
-    @asynccontextmanager
-    async def _serving(self) -> AsyncGenerator[None]:
-        """Sync weights to late engines while the block runs, if the transport allows that during training."""
-        if not self.sessions.sends_in_background:
-            yield
-            return
-        async with in_background(self.serve):
-            yield
 
     async def serve(self) -> None:
         """Sync the newest weights to late engines, and republish weights whose files they cannot use. Never returns."""
@@ -216,12 +210,12 @@ class Leader:
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
-        published, begun, copied, trained_at = None, None, None, time.perf_counter()
+        published, finish, trained_at = None, None, time.perf_counter()
         if self.step >= self._frontier:
             if self.sessions.keeps:
-                copied = await self._copy()
+                finish = partial(self._hand_over, await self._copy(), self.step)
             elif self._copies:
-                begun = await self._begin_publish()
+                finish = partial(self._finish_publish, await self._begin_publish(), self.step)
             else:
                 published = await self._publish()
         metrics = (trained.metrics if trained else {}) | precompute_metrics
@@ -235,10 +229,8 @@ class Leader:
             await self._save()
         if published is not None:
             await self._announce(published)
-        if begun is not None:
-            self._writing.start_soon(self._finish_publish, begun, self.step)
-        if copied is not None:
-            self._writing.start_soon(self._hand_over, copied, self.step)
+        if finish is not None:
+            self._writing.start_soon(finish)
         self._feed.settle(self.step)
         self._precomputer.weights_moved()
         if saves and not self._colocation.is_on:
@@ -274,23 +266,11 @@ class Leader:
         while True:
             self._waiting = f"batch {self.step}{again}", time.monotonic()
             await self._feed.until(
-                lambda: (
-                    self.step in history.batches
-                    or self._checkpoint_is_asked_for()
-                    or self._precomputer.has_work()
-                    or self._is_to_bring()
-                    or self._is_out_of_reach
-                )
+                lambda: self.step in history.batches or self._due() is not None or self._precomputer.has_work()
             )
             self._waiting = None
-            if self._is_out_of_reach:
-                await self._publish_again()
-                continue
-            if self._is_to_bring():
-                await self.sessions.bring()
-                continue
-            if self._checkpoint_is_asked_for():
-                await self._save()
+            if (due := self._due()) is not None:
+                await due()
                 continue
             if self.step not in history.batches:
                 self.busy_s += await self._precomputer.compute_one(self.step)
@@ -314,6 +294,14 @@ class Leader:
             )
             await self._feed.until(lambda seq=seq: history.last_seq >= seq)
             again = ", which is assembled again because some of its payloads are lost"
+
+    def _due(self) -> Callable[[], Awaitable[None]] | None:
+        """What has to be done before the next train step, whether its batch is there or not."""
+        if self._is_out_of_reach:
+            return self._publish_again
+        if self.sessions.is_requested and not self.sessions.sends_in_background:
+            return self.sessions.bring
+        return self._save if self._checkpoint_is_asked_for() else None
 
     async def _train_batch(self, fed: FedBatch) -> "Trained | None":
         if fed.batch is None:
@@ -384,11 +372,15 @@ class Leader:
         self.busy_s += published.took_s
         return published
 
-    async def _begin_publish(self) -> "Unpublished":
-        """Copy the weights for the next version, after the previous version is announced."""
+    async def _begin_version(self) -> None:
+        """Begin the next version, after the previous version is announced and synced."""
         await self._announced.wait()
         self._announced = anyio.Event()
         self.version += 1
+
+    async def _begin_publish(self) -> "Unpublished":
+        """Copy the weights for the next version."""
+        await self._begin_version()
         begun = await self._torch_thread.run(self._rank.begin_publish, self.version, whole=self._must_be_whole)
         self.busy_s += begun.pause_s
         return begun
@@ -407,10 +399,8 @@ class Leader:
         await self._feed.tell()  # engines may have refused it already
 
     async def _copy(self) -> "Published":
-        """Copy the weights for the next version, after the previous version is announced and synced."""
-        await self._announced.wait()
-        self._announced = anyio.Event()
-        self.version += 1
+        """Copy the weights for the next version, to gather them later."""
+        await self._begin_version()
         copied = await self._torch_thread.run(self._rank.copy_unwritten, self.version)
         self.busy_s += copied.took_s
         return copied
@@ -422,10 +412,6 @@ class Leader:
         await self.sessions.keep()
         await self._announce(copied, step)
         self._announced.set()
-
-    def _is_to_bring(self) -> bool:
-        """Whether a requested weight sync has to run between train steps."""
-        return self.sessions.is_requested and not self.sessions.sends_in_background
 
     async def _announce(self, published: "Published", step: int | None = None, *, again: bool = False) -> None:
         step = self.step if step is None else step
@@ -441,9 +427,7 @@ class Leader:
             size_bytes=published.size_bytes,
             took_s=published.took_s,
             probe=published.probe,
-            no_probe=""
-            if published.probe
-            else "the rollout actor reads samples from files: no engine loads the weights",
+            no_probe="" if published.probe else NO_PROBE,
             transport=self.sessions.transport,
             sender=self._bus.name,
             kind="delta" if published.base_version else "full",
@@ -511,9 +495,6 @@ class Leader:
     async def _tell_set_aside(self) -> None:
         """Log and publish the checkpoints that were found damaged."""
         for each in self._rank.take_set_aside():
-            log.warning("checkpoint_set_aside", step=each.step, path=str(each.path), reason=each.reason)
-            await self._bus.publish(
-                CheckpointSetAside(
-                    step=each.step, incarnation=self._incarnation, path=str(each.path), reason=each.reason
-                )
-            )
+            about: dict[str, Any] = {"step": each.step, "path": str(each.path), "reason": each.reason}
+            log.warning("checkpoint_set_aside", **about)
+            await self._bus.publish(CheckpointSetAside(incarnation=self._incarnation, **about))

@@ -186,15 +186,6 @@ def _type_keys(schema: type[Config]) -> set[str]:
     return {f"{key}.type" for key in chosen_keys(schema)}
 
 
-def asked_by(path: Path, schema: type[Config]) -> list[Asked]:
-    """Return the keys of a stranger's file that are not harmless.
-
-    Raises:
-        TopologyError: the file cannot be read or parsed.
-    """
-    return _harmless(path, schema)[1]
-
-
 def _harmless(path: Path, schema: type[Config]) -> tuple[Table, list[Asked]]:
     tables = _parse(path, schema)
     includes = tables.pop("include", None)
