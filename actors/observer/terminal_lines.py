@@ -99,11 +99,10 @@ def group_lines(books: Mapping[str, int], width: int) -> list[str]:
     return [bar or "no group yet", *_wrapped([f"{books['issued']:,} issued:", *shown], width)]
 
 
-def step_lines(steps: Sequence[StepTime], width: int, *, newest_first: bool = True) -> list[str]:
-    """Draw a bar per step; all have one scale."""
+def step_lines(steps: Sequence[StepTime], width: int) -> list[str]:
+    """Draw a bar per step, the newest first; all have one scale."""
     full_s = scale_of([step.seconds for step in steps if step.what == "step"])
-    ordered = reversed(steps) if newest_first else steps
-    return [step_line(step, width, full_s) for step in ordered]
+    return [step_line(step, width, full_s) for step in reversed(steps)]
 
 
 def scale_of(seconds: Sequence[float]) -> float:

@@ -93,6 +93,7 @@ from runtime.process.actor import Actor
 from runtime.settings.derived import reward_keys
 from runtime.settings.placement import UpdateLimits, num_engines
 from runtime.settings.topology import (
+    POLICY,
     Topology,
     frozen_pools,
     grader_names,
@@ -165,10 +166,9 @@ class RolloutActor(Actor):
         WeightSyncAnswered,
     )
 
-    def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy", ack_wait_s: float = ACK_WAIT_S) -> None:
-        engines = topology.engines[pool]
+    def __init__(self, topology: Topology, bus: Bus, *, ack_wait_s: float = ACK_WAIT_S) -> None:
         self._bus = bus
-        self._pool = pool
+        self._pool = topology.engines[POLICY]
         self._topology = topology
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
@@ -189,8 +189,8 @@ class RolloutActor(Actor):
             if item.custom_evaluation is not None
         }
         self._target = TargetWeights()
-        self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
-        self._published = PublishedFiles(UpdateLimits.of(engines) if engines.verify != "never" else None)
+        self._tasks = TaskRunner(topology, bus, POLICY, self._target, ack_wait_s=ack_wait_s)
+        self._published = PublishedFiles(UpdateLimits.of(self._pool) if self._pool.verify != "never" else None)
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
@@ -200,7 +200,7 @@ class RolloutActor(Actor):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots limit concurrency
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-            pool, rollout = self._topology.engines[self._pool], self._topology.rollout
+            pool, rollout = self._pool, self._topology.rollout
             client = SglangClient(
                 session,
                 await engine_key(self._bus.kv),
@@ -209,7 +209,7 @@ class RolloutActor(Actor):
                 stall_s=pool.update_stall_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
-            pauses = Pauses(self._bus.kv, self._pool, pool.urls)
+            pauses = Pauses(self._bus.kv, POLICY, pool.urls)
             await pauses.inherit()
             updater = self._updater(client, pauses)
             fleet = self._fleet(client, updater)
@@ -266,32 +266,32 @@ class RolloutActor(Actor):
         return "; ".join(waits)
 
     def _updater(self, client: SglangClient, pauses: Pauses) -> Updater:
-        rollout, limits = self._topology.rollout, UpdateLimits.of(self._topology.engines[self._pool])
+        rollout, limits = self._topology.rollout, UpdateLimits.of(self._pool)
         return Updater(client, rollout.on_weight_update, pauses, limits=limits, requests_s=rollout.generate_timeout_s)
 
     def _fleet(self, client: SglangClient, updater: Updater) -> Fleet:
-        pool = self._topology.engines[self._pool]
         verifier = WeightVerifier(
             client,
             updater,
-            UpdateTracker(settle_timeout_s=pool.update_stall_s),
-            verify=pool.verify,
+            UpdateTracker(settle_timeout_s=self._pool.update_stall_s),
+            verify=self._pool.verify,
             trainer_dtype=self._topology.model.dtype,
-            weight_format=pool.weight_format,
-            start_weights=pool.start_weights,
+            weight_format=self._pool.weight_format,
+            start_weights=self._pool.start_weights,
         )
         return Fleet(
             client,
             verifier,
             RateLimitedEvents(self._bus.name),
-            update_groups=pool.update_groups,
-            dispatch=Direct(pool.concurrency) if pool.router == "direct" else self._through_router(client, verifier),
+            update_groups=self._pool.update_groups,
+            dispatch=Direct(self._pool.concurrency)
+            if self._pool.router == "direct"
+            else self._through_router(client, verifier),
         )
 
     def _through_router(self, client: SglangClient, verifier: WeightVerifier) -> ThroughRouter:
-        pool = self._topology.engines[self._pool]
-        run = None if pool.router_url is None else self._topology.run.name
-        return ThroughRouter(client, verifier.updates.engine_of, run=run, engines=pool.urls)
+        run = None if self._pool.router_url is None else self._topology.run.name
+        return ThroughRouter(client, verifier.updates.engine_of, run=run, engines=self._pool.urls)
 
     def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward
@@ -310,11 +310,11 @@ class RolloutActor(Actor):
                 fleet.serving,
                 self._model,
                 give_up_after_s=self._topology.rollout.generate_timeout_s,
-                keeps_prefixes=keeps_prefixes(self._topology, self._topology.engines[self._pool]),
+                keeps_prefixes=keeps_prefixes(self._topology, self._pool),
             ),
             scorer=scorer,
             seed=self._topology.run.seed,
-            batch_requests=self._topology.engines[self._pool].batch_requests,
+            batch_requests=self._pool.batch_requests,
             custom_generate=self._sampling.keyed or self._custom_generate,
             function_limit_s=self._topology.rollout.custom_generate_timeout_s,
             eval_generate=self._eval_generate,
@@ -349,11 +349,10 @@ class RolloutActor(Actor):
 
     async def _follower(self, fleet: Fleet, running: RunningRequests) -> PhaseFollower | None:
         """Create the follower of the colocation phases; None without colocation."""
-        pool = self._topology.engines[self._pool]
-        if pool.colocate is None:
+        if self._pool.colocate is None:
             return None
         await fleet.serving.hold(True)
-        return PhaseFollower(fleet, running, num_engines(pool))
+        return PhaseFollower(fleet, running, num_engines(self._pool))
 
     async def _follow_phases(self, follower: PhaseFollower | None) -> None:
         if follower is not None:
@@ -361,27 +360,24 @@ class RolloutActor(Actor):
                 await follower.run()
 
     def _memory_share(self, client: SglangClient, name: str, address: Address) -> MemoryShare | None:
-        pool = self._topology.engines[self._pool]
-        if pool.colocate is None:
+        if self._pool.colocate is None:
             return None
-        shown = pool.kind == "tiny"  # SGLang frees no memory on a CPU
+        shown = self._pool.kind == "tiny"  # SGLang frees no memory on a CPU
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return MemoryShare(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
     def _files(self, agent: str = "") -> FileSource:
         """Choose where an engine reads weight files; `agent` is the address of its node daemon, if it has one."""
-        pool = self._topology.engines[self._pool]
-        if reads_copies(self._topology, pool) and agent:
-            return NodeCopies(self._bus, agent, UpdateLimits.of(pool), are_checked=pool.verify != "never")
+        if reads_copies(self._topology, self._pool) and agent:
+            return NodeCopies(self._bus, agent, UpdateLimits.of(self._pool), are_checked=self._pool.verify != "never")
         return self._published
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: PhaseFollower | None) -> None:
         if follower is not None:
             await follower.known.wait()
         async with anyio.create_task_group() as group:
-            pool = self._topology.engines[self._pool]
-            for index, url in enumerate(pool.urls):
-                wanted = ServerRequirements.by(self._topology, pool)
+            for index, url in enumerate(self._pool.urls):
+                wanted = ServerRequirements.by(self._topology, self._pool)
                 group.start_soon(
                     partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, files=self._files())
                 )
@@ -397,10 +393,10 @@ class RolloutActor(Actor):
                     files=self._files(address.agent),
                 )
 
-            await attend_servers(self._bus, "engine", self._pool, attend)
+            await attend_servers(self._bus, "engine", POLICY, attend)
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))
+        await attend_servers(self._bus, "router", POLICY, lambda _, address: fleet.run_router(address.url))
 
     async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: PhaseFollower | None) -> None:
         """Follow the log: pass halts, weights, exits and phases on, without waiting for their effects.

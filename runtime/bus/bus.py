@@ -24,7 +24,7 @@ from messages.subjects import (
 from runtime.bus import scoring
 from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import in_background
-from runtime.bus.calls import Handler, Inbox, ask, serve
+from runtime.bus.calls import MAX_ANSWERS, Handler, Inbox, ask, serve
 from runtime.bus.consumer import Deliveries, opened
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import CallRefused, MessageRefused, PayloadLost, PayloadUnreadable
@@ -424,7 +424,9 @@ class Bus:
         await self._connection.send(to, encoded.payload, encoded.headers)
 
     @asynccontextmanager
-    async def inbox(self, message_type: type[MessageT], *, bound: int = 4096) -> AsyncGenerator[Inbox[MessageT], None]:
+    async def inbox(
+        self, message_type: type[MessageT], *, bound: int = MAX_ANSWERS
+    ) -> AsyncGenerator[Inbox[MessageT], None]:
         """A private subject for answers of one type, for the duration of a block. Drops answers over `bound`."""
         self._check_reads(message_type)
         inbox = Inbox(self._connection, self._dead_letters, message_type, bound)
@@ -432,17 +434,14 @@ class Bus:
             yield inbox
 
     @asynccontextmanager
-    async def score_inbox(
-        self, token_of: Callable[[str], str | None], *, bound: int = 4096
-    ) -> AsyncGenerator[scoring.ScoreInbox, None]:
-        """The answers to this process's score requests, for the duration of a block. Drops answers over `bound`.
+    async def score_inbox(self, token_of: Callable[[str], str | None]) -> AsyncGenerator[scoring.ScoreInbox, None]:
+        """The answers to this process's score requests, for the duration of a block.
 
         Args:
             token_of: returns the grader's token of a request by its id; None for a request that has ended.
-            bound: maximum number of waiting answers.
         """
         self._check_reads(ScoresGiven)
-        inbox = scoring.ScoreInbox(self._connection, self._dead_letters, self.run, token_of, bound)
+        inbox = scoring.ScoreInbox(self._connection, self._dead_letters, self.run, token_of)
         async with self._listening(inbox):
             yield inbox
 

@@ -22,6 +22,7 @@ from runtime.bus.wire import to_wire
 log = structlog.get_logger()
 
 REASON_CHARS: Final = 1000  # bound of a handler's error text
+MAX_ANSWERS: Final = 4096  # of an inbox
 ABSENCE_S: Final = 0.5  # time that an instance may need to reconnect after a restart of the server
 Handler = Callable[[Any], Awaitable[Message]]
 
@@ -163,14 +164,14 @@ async def serve(
 
 
 class Inbox(Generic[MessageT]):
-    """A private subject for answers of one type. When full, it drops and counts new answers."""
+    """A private subject for answers of one type. When `bound` answers wait, it drops and counts new ones."""
 
     def __init__(
         self,
         connection: Connection,
         dead_letters: DeadLetters,
         message_type: type[MessageT],
-        bound: int,
+        bound: int = MAX_ANSWERS,
         *,
         subject: str = "",
     ) -> None:

@@ -80,7 +80,6 @@ class ScoreInbox(Inbox[ScoresGiven]):
         dead_letters: DeadLetters,
         run: str,
         token_of: Callable[[str], str | None],
-        bound: int,
     ) -> None:
         """Start empty.
 
@@ -89,7 +88,6 @@ class ScoreInbox(Inbox[ScoresGiven]):
             dead_letters: the dead letters.
             run: name of the run.
             token_of: returns the grader's token of a request by its id; None for a request that has ended.
-            bound: number of waiting answers over which new ones are dropped.
         """
         self._run = run
         self._id = connection.unique()
@@ -97,7 +95,7 @@ class ScoreInbox(Inbox[ScoresGiven]):
         self._window_end = 0.0  # loop time
         self._num_kept = 0  # refused answers that were dead-lettered in this window
         subject = scores_subject(run, "*", self._id)
-        super().__init__(connection, dead_letters, ScoresGiven, bound, subject=subject)
+        super().__init__(connection, dead_letters, ScoresGiven, subject=subject)
 
     def reply_to(self, token: str) -> str:
         """Subject for the answers of one grader."""

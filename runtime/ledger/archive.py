@@ -143,13 +143,9 @@ async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
 
 
 @asynccontextmanager
-async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[RunEvents, None]":
-    """Read a run's events from the first one, for the duration of the block.
-
-    Args:
-        buries: whether unusable events are dead-lettered instead of skipped.
-    """
-    async with bus.read(buries=buries, skips=True) as events:
+async def history(bus: Bus, run_dir: Path) -> "AsyncGenerator[RunEvents, None]":
+    """Read a run's events from the first one, for the duration of the block. Unusable ones are skipped."""
+    async with bus.read(buries=False, skips=True) as events:
         yield RunEvents(events, run_dir)
 
 

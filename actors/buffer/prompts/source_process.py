@@ -26,6 +26,7 @@ from runtime.settings.topology import Topology
 from runtime.util.formatting import count_of
 
 START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
+TRIED_AT_A_TIME: Final = 10  # rows of a draw of a trial
 KILL_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 3  # processes that may die in one draw
 MAX_ANSWER_BYTES: Final = 1 << 30
@@ -297,9 +298,7 @@ class Tried(NamedTuple):
         return "it gets outcomes by told()" if self.gets_outcomes else "it has no method told, so it gets no outcomes"
 
 
-def drawn_twice(
-    settings: SourceSettings, count: int = 100, at_a_time: int = 10, doing: Callable[[int], object] = lambda _: None
-) -> Tried:
+def drawn_twice(settings: SourceSettings, count: int = 100, doing: Callable[[int], object] = lambda _: None) -> Tried:
     """Draw rows twice, the second time with a kill half way, and return them.
 
     Outcomes with rewards from 0 to 1 are given in between, some of them dropped or failed.
@@ -311,13 +310,13 @@ def drawn_twice(
     for kills in (False, True):
         state, rows, outcomes = None, list[bytes](), tuple[GroupOutcome, ...]()
         with SourceProcess(settings) as source:
-            for first in range(0, count, at_a_time):
+            for first in range(0, count, TRIED_AT_A_TIME):
                 doing(first)
-                if kills and first == count // 2 // at_a_time * at_a_time:
+                if kills and first == count // 2 // TRIED_AT_A_TIME * TRIED_AT_A_TIME:
                     source.kill()
-                drawn = source.draw(first, at_a_time, outcomes, state=state)
+                drawn = source.draw(first, TRIED_AT_A_TIME, outcomes, state=state)
                 state, rows = drawn.state, [*rows, *drawn.rows]
-                outcomes = tuple(_tried_outcome(number) for number in range(first, first + at_a_time))
+                outcomes = tuple(_tried_outcome(number) for number in range(first, first + TRIED_AT_A_TIME))
             gets_outcomes = source.gets_outcomes
         runs.append(rows)
     for number, (one, other) in enumerate(zip(*runs, strict=True)):

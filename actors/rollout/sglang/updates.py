@@ -55,9 +55,9 @@ class WeightUpdates:
         """Make an engine leave a group."""
         await self._client.order(engine + "/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
-    async def begin_update(self, engine: str, *, selector: str = "all", timeout_s: float) -> None:
+    async def begin_update(self, engine: str, *, timeout_s: float) -> None:
         """Begin an update; refused while one is open, even an abandoned one."""
-        await self._client.order(engine + "/begin_weight_update", {"selector": selector}, timeout_s)
+        await self._client.order(engine + "/begin_weight_update", {"selector": "all"}, timeout_s)
 
     async def update_from_distributed(
         self,
@@ -99,7 +99,6 @@ class WeightUpdates:
         payloads: Sequence[str],
         *,
         flattened: bool = True,
-        flush_cache: bool = False,
         label: str | None = None,
         timeout_s: float,
     ) -> None:
@@ -112,11 +111,10 @@ class WeightUpdates:
             payloads: base64-encoded pickles.
             flattened: each holds a single tensor of all bytes and the offsets of its tensors; otherwise a list of
                 tensors.
-            flush_cache: as for `update_from_distributed`.
             label: as for `update_from_distributed`.
             timeout_s: of the whole call.
         """
-        body: dict[str, Any] = {"serialized_named_tensors": payloads, "flush_cache": flush_cache}
+        body: dict[str, Any] = {"serialized_named_tensors": payloads, "flush_cache": False}
         body |= {"load_format": FLATTENED} if flattened else {}
         body |= {} if label is None else {"weight_version": label}
         await self._client.order(engine + "/update_weights_from_tensor", body, timeout_s)

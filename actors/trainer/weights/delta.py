@@ -33,8 +33,6 @@ class DeltaWriter:
         *,
         number: int = 1,
         total: int = 1,
-        whole_above: float = WHOLE_ABOVE,
-        check_base: bool = True,
     ) -> None:
         """Open the file.
 
@@ -45,9 +43,6 @@ class DeltaWriter:
                 `runtime.models.checksums`).
             number: number of this rank among those that write, from 1.
             total: number of ranks that write.
-            whole_above: share of changed values above which a tensor is written in full.
-            check_base: hash each base tensor that is read. Otherwise a damaged base is found only when the delta is
-                applied.
 
         Raises:
             FileNotFoundError: a file of the base is missing.
@@ -57,8 +52,6 @@ class DeltaWriter:
         self._stored = read_tensors(base)
         self._checksums = base_checksums
         self._name = payload_file(number, total)
-        self._whole_above = whole_above
-        self._check_base = check_base
         self._size = 0
         self.tensors: list[TensorDelta] = []
         self._file = (directory / self._name).open("wb")
@@ -112,11 +105,10 @@ class DeltaWriter:
     def _payload(self, stored: StoredTensor, data: memoryview) -> dict[str, Any]:
         """Write the payload, and return its form and its place in the file."""
         item_bytes, old = ITEM_BYTES[stored.dtype], stored.data()
-        if self._check_base:
-            self._check(stored, old)
+        self._check(stored, old)
         places = changed_places(old, data, item_bytes)
         count = int(np.count_nonzero(places))
-        whole = count > self._whole_above * len(places)
+        whole = count > WHOLE_ABOVE * len(places)
         payload = data if whole else pack(places, data, item_bytes)
         place = {"file": self._name, "begin": self._size, "size_bytes": len(payload), "crc32": zlib.crc32(payload)}
         self._file.write(payload)

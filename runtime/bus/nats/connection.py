@@ -337,9 +337,7 @@ class Connection:
 
     # receiving
 
-    async def subscribe(
-        self, subject: str, handler: Callable[[RawMessage], None], *, messages: int | None = None
-    ) -> "Listener":
+    async def subscribe(self, subject: str, handler: Callable[[RawMessage], None]) -> "Listener":
         """Call the handler for each message, in order. Messages over the bound are dropped and counted."""
 
         async def deliver(message: Msg) -> None:
@@ -348,7 +346,7 @@ class Connection:
         subscription = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
             subject,
             cb=deliver,
-            pending_msgs_limit=messages or self.limits.inbox_messages,
+            pending_msgs_limit=self.limits.inbox_messages,
             pending_bytes_limit=self.limits.inbox_bytes,
         )
         listener = Listener(subscription, self._listeners)
