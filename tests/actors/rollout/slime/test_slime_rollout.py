@@ -1,6 +1,7 @@
 """Rollout functions with slime's imports and signature, on a rollout actor: groups, rewards, halts, and mistakes."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -280,19 +281,27 @@ async def ended_groups(bus: Bus, number: int) -> dict[int, GroupCompleted | Grou
     return found
 
 
+@asynccontextmanager
+async def running(
+    bus: Bus, router_url: str, topology: Topology, engine: ScriptedEngine | None = None, **details: Any
+) -> AsyncGenerator[ScriptedEngine]:
+    """Run a rollout actor with one engine and a grader."""
+    async with serving(engine or ScriptedEngine()) as served, anyio.create_task_group() as group:
+        group.start_soon(grade, bus, 1.0, details or None)
+        async with rollout_actor(bus, router_url, [served], topology):
+            await bus.publish(announcement(1))
+            yield served
+        group.cancel_scope.cancel()
+
+
 async def run_groups(
     bus: Bus, router_url: str, topology: Topology, labels: Sequence[str], details: dict[str, Any] | None = None
 ) -> tuple[dict[int, Any], ScriptedEngine]:
     """Return how each group ended, and the engine."""
-    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
-        group.start_soon(grade, bus, 1.0, details)
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            for number, label in enumerate(labels):
-                await bus.publish(of_label(number, label))
-            ended = await ended_groups(bus, len(labels))
-        group.cancel_scope.cancel()
-    return ended, engine
+    async with running(bus, router_url, topology, **(details or {})) as engine:
+        for number, label in enumerate(labels):
+            await bus.publish(of_label(number, label))
+        return await ended_groups(bus, len(labels)), engine
 
 
 async def test_a_function_that_keeps_a_pool_busy_generates_the_groups_of_each_call(
@@ -365,18 +374,14 @@ async def test_a_halted_group_runs_the_function_again_and_keeps_its_turns(
         return [1, 2, 3, 4]
 
     engine.script = script
-    async with serving(engine), anyio.create_task_group() as group:
-        group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(of_label(0))
-            await engine.wait_for_streams(2)
-            await bus.publish(RoundHalted(incarnation=1, round=0))
-            aborted, _ = await next_event(bus, GroupAborted)
-            assert isinstance(aborted, GroupAborted)
-            await bus.publish(of_label(0, attempt=1, round=1, carried=aborted.samples))
-            ended = await ended_groups(bus, 1)
-        group.cancel_scope.cancel()
+    async with running(bus, router_url, topology, engine):
+        await bus.publish(of_label(0))
+        await engine.wait_for_streams(2)
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        aborted, _ = await next_event(bus, GroupAborted)
+        assert isinstance(aborted, GroupAborted)
+        await bus.publish(of_label(0, attempt=1, round=1, carried=aborted.samples))
+        ended = await ended_groups(bus, 1)
     assert [each.status for each in aborted.samples] == [SampleStatus.ABORTED] * 2
     assert aborted.samples[0].response_len == 4
     assert [(each.reward, each.response_len) for each in ended[0].samples] == [(1.0, 4), (1.0, 6)]
@@ -389,22 +394,11 @@ async def test_the_function_generates_an_evaluation(bus: Bus, router_url: str, f
         folder, "skeleton", custom_rollout_prompts=1, custom_generate=f"slime:{folder}/mine.py:turns"
     )
     prompt = msgspec.structs.replace(of_label(0).prompt, data="eval")
-    request = EvalRequested(
-        step=0,
-        set="e",
-        item=0,
-        version=1,
-        prompt=prompt,
-        num_samples=2,
-        sampling=SamplingParams(max_new_tokens=900),
-    )
-    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
-        group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(request)
-            done, _ = await next_event(bus, EvalCompleted)
-        group.cancel_scope.cancel()
+    sampling = SamplingParams(max_new_tokens=900)
+    request = EvalRequested(step=0, set="e", item=0, version=1, prompt=prompt, num_samples=2, sampling=sampling)
+    async with running(bus, router_url, topology):
+        await bus.publish(request)
+        done, _ = await next_event(bus, EvalCompleted)
     assert isinstance(done, EvalCompleted)
     assert [each.reward for each in done.samples] == [7.0, 7.0]
 
