@@ -1,6 +1,5 @@
-"""Protocol between pool and grader process: length-prefixed msgpack frames over two pipes."""
+"""What a pool and a grader process send to each other, in frames of msgpack. Grades of a batch come one by one."""
 
-import os
 from array import array
 from typing import Any
 
@@ -8,10 +7,10 @@ import msgspec
 
 from actors.reward.causes import Cause
 from actors.reward.samples import GradedSample
+from runtime.functions.frames import framed
 from runtime.functions.load import is_plugin
 
 GATHER_S = 0.002  # grading time of a built-in grader after which the answers so far are written
-LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -31,18 +30,11 @@ def gathers(grader: GraderSpec) -> bool:
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """First frame to a process: its graders and their limits."""
 
-    graders: tuple[GraderSpec, ...] = ()  # resolved before WorkerReady; others at their first use
+    graders: tuple[GraderSpec, ...] = ()  # resolved before the process is ready; others at their first use
     base_dirs: tuple[str, ...] = ()  # directories that relative plug-in paths are resolved against
     reward_key: str | None = None  # key of the reward in a dict answer
     cpu_s: float | None = None  # CPU seconds per call
     at_once: int = 0  # calls of async functions that run together; 0: one call at a time
-
-
-class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame from a process: ready, or the error that prevents it."""
-
-    error: str | None = None
-    asynchronous: tuple[GraderSpec, ...] = ()  # those of Hello's graders that are async functions
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,66 +75,10 @@ class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
     last: bool = False  # the process ends, since this call keeps it from answering others
 
 
-class FrameError(ValueError):
-    """A frame is invalid or too large."""
-
-
 def encode_frame(struct: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Encode a struct as a length-prefixed frame.
-
-    Args:
-        struct: its content.
-        max_bytes: maximum bytes of the frame.
+    """Encode a struct as a frame.
 
     Raises:
         FrameError: the frame exceeds `max_bytes`.
     """
-    payload = msgspec.msgpack.encode(struct)
-    if LENGTH_BYTES + len(payload) > max_bytes:
-        raise FrameError(f"a frame of {LENGTH_BYTES + len(payload)} bytes; at most {max_bytes} are allowed")
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-class FrameBuffer:
-    """Splits a byte stream into frames."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Append bytes read from the stream."""
-        self._bytes += data
-
-    def next_frame(self) -> bytes | None:
-        """The next complete frame, or None if more bytes are needed.
-
-        Raises:
-            FrameError: the length exceeds MAX_FRAME_BYTES, so the stream is not a sequence of frames.
-        """
-        if len(self._bytes) < LENGTH_BYTES:
-            return None
-        end = LENGTH_BYTES + int.from_bytes(self._bytes[:LENGTH_BYTES], "big")
-        if end > MAX_FRAME_BYTES:
-            raise FrameError(f"a frame of {end} bytes; at most {MAX_FRAME_BYTES} are allowed")
-        if len(self._bytes) < end:
-            return None
-        frame = bytes(self._bytes[LENGTH_BYTES:end])
-        del self._bytes[:end]
-        return frame
-
-
-def read_frame(fd: int, buffer: FrameBuffer) -> bytes | None:
-    """Block until a frame is complete; return None at the end of the stream."""
-    while (frame := buffer.next_frame()) is None:
-        data = os.read(fd, 1 << 16)
-        if not data:
-            return None
-        buffer.feed(data)
-    return frame
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Block until everything is written."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    return framed(msgspec.msgpack.encode(struct), max_bytes)

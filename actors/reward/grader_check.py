@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import anyio
 import msgspec
 
-from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.frames import Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.graders.builtin import INSTRUCTIONS, find_grader
 from actors.reward.graders.calling import grade_of
 from actors.reward.graders.code.running import NOT_ISOLATED
@@ -18,14 +18,15 @@ from actors.reward.graders.instructions.package import add_data
 from actors.reward.gradings import summed
 from actors.reward.judging.keys import KeyProblem, remote_variables
 from actors.reward.pool import PoolSettings, open_pool
-from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError, GraderUnusableError
+from actors.reward.process import GraderProcess, GraderProcessError, GraderUnusableError
 from actors.reward.recipe import graders_of, named_graders
 from actors.reward.samples import GradedSample, Turn
 from actors.reward.sandbox import Sandbox, sandbox_of
 from actors.reward.trial_answers import answers_to, failure_of, is_own_failure, place_of
 from messages import Prompt
-from runtime.bus.background import in_background
 from runtime.data.dumps import DumpedGroup
+from runtime.functions.child import START_S, UserProcessError
+from runtime.functions.frames import FrameError
 from runtime.functions.load import is_plugin
 from runtime.node.checks.context import CheckContext, SourceRows
 from runtime.process.actor import InputError
@@ -145,7 +146,7 @@ def check_graders(context: CheckContext, rows: Mapping[str, SampleRow]) -> Itera
             name = name or rm_type or ""
         elif not is_plugin(name) or topology.reward.judges:  # the function may call a judge, which does not run yet
             continue
-        limit_s = START_TIMEOUT_S + 2 * topology.reward.timeout_s + SLACK_S
+        limit_s = START_S + 2 * topology.reward.timeout_s + SLACK_S
         answer = "a program" if program else "an empty answer"
         context.doing(f"{key}.rm_type", name, f"grading {answer}", limit_s=limit_s)
         try:
@@ -203,9 +204,9 @@ async def _failure_of(
     hello = Hello(graders=loaded, reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s)
     process = await GraderProcess.start(hello, sandbox_of(topology))
     try:
-        async with in_background(process.show_printed):
+        async with process.forwarding():
             return await _tried(process, topology, spec, row, response)
-    except (GraderProcessError, FrameError) as error:
+    except (UserProcessError, FrameError) as error:
         return Failure(str(error))
     finally:
         await process.kill()

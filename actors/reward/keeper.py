@@ -138,18 +138,13 @@ def _status_in(status: int) -> int:
 
 def _limit(settings: dict[str, Any], *, isolated: bool) -> None:
     """Set resource limits, so that excess use raises MemoryError or OSError in the grader."""
+    from runtime.functions.limits import UserLimits, limit  # after the fork
+
     most = settings["max_processes"]
-    limits = {
-        resource.RLIMIT_DATA: settings["memory_bytes"],
-        resource.RLIMIT_NOFILE: settings["max_files"],
-        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_CORE: 0,
-        # the kernel counts per user namespace, or else all processes of this user: an upper bound
-        resource.RLIMIT_NPROC: most + 4 if isolated else _num_tasks_of_user() + max(MIN_HEADROOM, 4 * most),
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    # the kernel counts per user namespace, or else all processes of this user: an upper bound
+    num_tasks = most + 4 if isolated else _num_tasks_of_user() + max(MIN_HEADROOM, 4 * most)
+    limits = UserLimits(memory_bytes=settings["memory_bytes"], max_files=settings["max_files"])
+    limit(limits, {resource.RLIMIT_FSIZE: MAX_FILE_BYTES, resource.RLIMIT_NPROC: num_tasks})
 
 
 def _num_tasks_of_user() -> int:

@@ -11,18 +11,9 @@ from typing import Final
 import msgspec
 
 from actors.reward.causes import late
-from actors.reward.frames import (
-    CallEnded,
-    FrameBuffer,
-    FrameError,
-    Grade,
-    Graded,
-    GraderSpec,
-    Hello,
-    encode_frame,
-    write_all,
-)
+from actors.reward.frames import CallEnded, Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.graders.calling import Call, grade_together
+from runtime.functions.frames import FrameBuffer, FrameError, write_all
 from runtime.util.exit_codes import EXIT_OK
 
 TICK_S: Final = 0.1

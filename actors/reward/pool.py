@@ -14,7 +14,6 @@ from actors.reward.causes import CAUSES, Cause, late
 from actors.reward.frames import (
     GATHER_S,
     MAX_FRAME_BYTES,
-    FrameError,
     Grade,
     Graded,
     GraderSpec,
@@ -23,10 +22,12 @@ from actors.reward.frames import (
     gathers,
 )
 from actors.reward.gradings import CallLimits, Grading, RunningTime
-from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
+from actors.reward.process import GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from actors.reward.together import CallsTogether, halved
+from runtime.functions.child import UserProcessError
+from runtime.functions.frames import FrameError
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff, retried
 
@@ -199,10 +200,10 @@ class GraderPool:
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(process.watch_exit, watch.cancel_scope.cancel)
-                watch.start_soon(process.show_printed)
+                watch.start_soon(process.forward)
                 try:
                     hung = await self._grade_until_stuck(process, gradings)
-                except GraderDiedError as error:
+                except UserProcessError as error:
                     death = str(error)
                 watch.cancel_scope.cancel()
         finally:
@@ -230,7 +231,7 @@ class GraderPool:
                 self._fail(gradings.pop(0), f"too large for a grader process: {error}", "refused")
                 continue
             timeout_s = batch[0].timeout_s
-            if not await self._in_time(timeout_s, lambda frame=frame: process.send(frame), process.flush):
+            if not await self._in_time(timeout_s, lambda frame=frame: process.send(frame), lambda: process.send(b"")):
                 return True
             for grading in batch:
                 size = len(grading.samples)

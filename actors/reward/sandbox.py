@@ -12,7 +12,7 @@ import msgspec
 
 from actors.reward.graders.code.grader import SECONDS
 from actors.reward.graders.code.running import WALL_TIMES
-from runtime.functions.limits import environment
+from runtime.functions.limits import UserLimits, environment
 from runtime.functions.load import file_of, is_plugin
 from runtime.settings.reading.schema import functions_in
 from runtime.settings.slices import split_slice
@@ -104,14 +104,14 @@ def _holds_any(directory: str | Path, places: Sequence[str]) -> bool:
     return any(Path(place).is_relative_to(directory) for place in places)
 
 
-class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandbox of a grader process. `process` guards against accidents, `isolated` also hides the run's data."""
+class Sandbox(UserLimits, frozen=True, kw_only=True):
+    """Limits and sandbox of a grader process.
+
+    `process` guards against accidents, `isolated` also hides the run's data.
+    """
 
     kind: Literal["none", "process", "isolated"] = "process"
-    env: tuple[str, ...] = ()  # further variables that are passed on
     also: dict[str, str] = {}  # variables that are set
-    memory_bytes: int = 8 << 30  # limit of data memory per process
-    max_files: int = 1024  # open files per process
     max_processes: int = 64  # running descendants of a grader process
     hidden: tuple[str, ...] = ()  # files and directories that are hidden when isolated
     runs: str | None = None  # directory whose runs are hidden when isolated

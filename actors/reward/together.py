@@ -6,9 +6,11 @@ from typing import Final
 
 import anyio
 
-from actors.reward.frames import FrameError, Grade, encode_frame
+from actors.reward.frames import Grade, encode_frame
 from actors.reward.gradings import TICK_S, Grading, RunningTime
-from actors.reward.process import WROTE, GraderDiedError, GraderProcess
+from actors.reward.process import GraderProcess
+from runtime.functions.child import UserProcessError
+from runtime.functions.frames import FrameError
 
 GRACE_S: Final = 5.0  # after its timeout a call must have ended; the process itself ends calls before that
 
@@ -68,7 +70,7 @@ class CallsTogether:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._process.watch_exit, tasks.cancel_scope.cancel)
-                tasks.start_soon(self._process.show_printed)
+                tasks.start_soon(self._process.forward)
                 tasks.start_soon(self._receive_all_until, tasks.cancel_scope.cancel)
                 tasks.start_soon(self._send_all)
                 late = await self._until_late()
@@ -97,7 +99,7 @@ class CallsTogether:
                     self._room.release()
                 else:
                     await self._send(grading)
-        except GraderDiedError:
+        except UserProcessError:
             return  # `watch_exit` ends the use, after what the process wrote is read
 
     async def _send_group(self, suspects: list[Grading]) -> None:
@@ -129,17 +131,17 @@ class CallsTogether:
         try:
             while True:
                 answer = await self._process.receive_call()
-                grading, _ = self._flight[answer.call]
-                if len(answer.grades) != len(grading.samples):
-                    raise GraderDiedError(WROTE)
+                grading, _ = self._flight.get(answer.call, (None, 0.0))
+                if grading is None or len(answer.grades) != len(grading.samples):
+                    raise self._process.broken("grades that no call asked for")
                 del self._flight[answer.call]
                 grading.finish(answer.grades)
                 self._finished(grading)
                 self._room.release()
                 if answer.last:
                     self._ended_itself = True
-        except (GraderDiedError, KeyError) as error:
-            self._death = str(error) if isinstance(error, GraderDiedError) else WROTE
+        except UserProcessError as error:
+            self._death = str(error)
             ended()
 
     async def _until_late(self) -> bool:

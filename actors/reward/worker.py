@@ -17,22 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.reward.frames import (
-    GATHER_S,
+from actors.reward.frames import GATHER_S, Grade, Graded, GraderSpec, Hello, encode_frame, gathers
+from actors.reward.graders.calling import Call, grade_group, grade_sample, is_async, resolve_grader
+from runtime.functions.frames import (
+    ANSWERED,
+    RAISED,
     FrameBuffer,
     FrameError,
-    Grade,
-    Graded,
-    GraderSpec,
-    Hello,
-    WorkerReady,
-    encode_frame,
-    gathers,
+    framed,
     read_frame,
+    take_pipes,
     write_all,
 )
-from actors.reward.graders.calling import Call, grade_group, grade_sample, is_async, resolve_grader
-from runtime.functions.limits import take_pipes
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
 
@@ -71,14 +67,13 @@ class Worker:
         self._graders: dict[GraderSpec, Call] = {}
         self._wait = Waiter()
 
-    def check(self) -> WorkerReady:
-        """Resolve the graders named in the first frame."""
+    def check(self) -> bytes:
+        """Resolve the graders named in the first frame; return the content of the answer: those that are async."""
         try:
-            for spec in self._hello.graders:
-                self.grader(spec)
+            found = tuple(spec for spec in self._hello.graders if is_async(self.grader(spec)))
         except ValueError as error:
-            return WorkerReady(error=str(error))
-        return WorkerReady(asynchronous=tuple(spec for spec in self._hello.graders if is_async(self._graders[spec])))
+            return RAISED + str(error).encode()
+        return ANSWERED + msgspec.msgpack.encode(found)
 
     def answer(self, grade: Grade) -> None:
         """Grade samples and write their grades: those of a user's function one by one, since it may end this process.
@@ -144,17 +139,13 @@ def work(refusal: str | None) -> int:
     if frame is None:
         return EXIT_NO_HELLO
     if refusal is not None:
-        write_all(
-            fd_out,
-            encode_frame(
-                WorkerReady(error=f'reward.sandbox = "isolated": this machine cannot isolate graders: {refusal}')
-            ),
-        )
+        problem = f'reward.sandbox = "isolated": this machine cannot isolate graders: {refusal}'
+        write_all(fd_out, framed(RAISED + problem.encode()))
         return EXIT_OK
     signal.signal(signal.SIGXCPU, _end_call)
     hello = msgspec.msgpack.decode(frame, type=Hello)
     worker = Worker(hello, fd_out)
-    write_all(fd_out, encode_frame(worker.check()))
+    write_all(fd_out, framed(worker.check()))
     if hello.at_once:
         from actors.reward.overlapping import grade_overlapping  # imports asyncio
 

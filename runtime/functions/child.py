@@ -1,50 +1,41 @@
-"""A user's function in a process of its own, which can be killed: each kind of the table that has `answering`.
+"""A process of users' code, seen from its parent: start, frames, output and end. All that users write runs in one.
 
-The process and what it started die with its parent. A call that takes too long costs its process, and the next call
-starts another one. A data source has another handle, which blocks (actors/buffer/prompts/source_process.py), and
-graders have processes of their own kind (actors/reward): docs/develop/where-things-are.md says what each guarantees.
+`Child` is the process; `UserProcess` calls a function in it, and starts another one after an end. Data sources block
+(actors/buffer/prompts/source_process.py); graders answer sample by sample, and behind a keeper with more limits
+(actors/reward/process.py). docs/develop/where-things-are.md says what each guarantees.
 """
 
-import faulthandler
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import BinaryIO, Final
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from math import inf
+from typing import ClassVar, Final, Self
 
 import anyio
 import msgspec
 from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from runtime.bus.background import in_background
-from runtime.functions.limits import (
-    LENGTH_BYTES,
-    UserLimits,
-    end_group,
-    end_with_parent,
-    environment,
-    forward,
-    how_ended,
-    limit,
-    read_call,
-    take_pipes,
-)
-from runtime.functions.table import UserFunction, at
+from runtime.functions.frames import ANSWERED, RAISED, FrameBuffer, FrameError, framed
+from runtime.functions.limits import UserLimits, environment
+from runtime.functions.table import UserFunction
+from runtime.util.descendants import children_of
 from runtime.util.exit_codes import EXIT_OK
-from runtime.util.import_path import user_folder_last
-from runtime.util.tracebacks import shown_error, user_frames, user_traceback
-
-Answer = Callable[[bytes], bytes]
+from runtime.util.formatting import signal_name
 
 START_S: Final = 30.0  # users' modules may be slow to import
 KILL_S: Final = 5.0
-MAX_BYTES: Final = 256 << 20  # of one call or answer
-MAX_TEXT: Final = 1 << 16  # characters of an exception
+MAX_BYTES: Final = 256 << 20  # of one answer
 MAX_STARTS: Final = 2  # processes that may end, or not be ready in time, before one is ready
 WHERE_S: Final = 1.0  # to read the stack of a call
 STACK, LAST_FRAME = b"(most recent call first):", b"in _run_module_as_main"  # of a stack that faulthandler wrote
+READY_S: Final = 0.05  # to find an answer that is there, past the time limit: this process may have been stopped
+REST_S: Final = 1.0  # between two pieces of an answer that has begun, past the time limit
+PRINTED_BYTES: Final = 64 << 10  # of the output of a call or a period that is logged, so that it cannot fill a disk
 PRINTED_LAST_S: Final = 0.2  # to read the last output of a process that ended
 
 
@@ -54,6 +45,10 @@ class UserProcessError(Exception):
 
 class NotReady(UserProcessError):
     """The process cannot start."""
+
+
+class BrokenAnswer(UserProcessError):
+    """The process wrote what is no answer, or too large a one."""
 
 
 class UserFunctionError(Exception):
@@ -66,6 +61,227 @@ class UserFunctionError(Exception):
     def __init__(self, text: str, trace: str) -> None:
         super().__init__(text)
         self.traceback = trace
+
+
+class Child:
+    """A process that runs users' code. Created by `open`."""
+
+    user: ClassVar[str] = "it"  # in messages: the function
+    called: ClassVar[str] = "its process"  # in messages
+    period_s: ClassVar[float] = inf  # after which further output is logged, even within a call
+
+    def __init__(self, process: Process, max_bytes: int = MAX_BYTES) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self._frames = FrameBuffer(max_bytes)
+        self._printed = _Output(self.period_s)
+
+    @classmethod
+    async def open(
+        cls,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        timeout_s: float = START_S,
+        hello: bytes | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> Self:
+        """Start a process and wait until it is ready.
+
+        Args:
+            words: command line.
+            env: environment variables.
+            timeout_s: until it is ready.
+            hello: content of its first frame; None: it gets none.
+            max_bytes: of an answer.
+
+        Raises:
+            ValueError: the user's code cannot be used; says why.
+            TimeoutError: the process was not ready in time.
+            UserProcessError: it ended.
+        """
+        pipe = subprocess.PIPE
+        child = cls(
+            await anyio.open_process(words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True),
+            max_bytes,
+        )
+        try:
+            async with child.forwarding():
+                with anyio.fail_after(timeout_s):
+                    if hello is not None:
+                        await child.send(framed(hello))
+                    child.greeted(child._content(await child.receive_frame()))
+            return child
+        except UserFunctionError as error:
+            await child.kill()
+            raise ValueError(str(error)) from None
+        except BaseException:
+            await child.kill()
+            raise
+
+    def greeted(self, content: bytes) -> None:
+        """Take what the process says of itself once it is ready."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the process group id."""
+        return self._process.pid
+
+    async def exchange(self, payload: bytes, timeout_s: float) -> bytes:
+        """Call the function, and return its answer. Forwards what it prints until then.
+
+        Raises:
+            TimeoutError: there was no answer in that time.
+            UserFunctionError: the function raised.
+            UserProcessError: the process ended.
+        """
+        async with self.forwarding():
+            answer = self._content(await self._answer(framed(payload), timeout_s))
+        if self._frames:
+            raise self.broken("an answer without a call")
+        return answer
+
+    async def _answer(self, frame: bytes, timeout_s: float) -> bytes:
+        with anyio.move_on_after(timeout_s):
+            await self.send(frame)
+            return await self.receive_frame()
+        while (answer := self.next_frame()) is None:
+            with anyio.fail_after(REST_S if self._frames else READY_S):
+                await self._read()
+        return answer
+
+    async def send(self, frame: bytes) -> None:
+        """Send a frame; an empty one waits until the process has read the rest of a `send` that was cancelled.
+
+        Raises:
+            UserProcessError: the process has ended.
+        """
+        try:
+            await self._stdin.send(frame)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise await self._died() from error
+
+    async def receive_frame(self) -> bytes:
+        """Wait for the content of a frame.
+
+        Raises:
+            UserProcessError: the process has ended, or writes something else.
+        """
+        while (frame := self.next_frame()) is None:
+            await self._read()
+        return frame
+
+    def next_frame(self) -> bytes | None:
+        """Return the content of a frame that has been read already. Raises as `receive_frame` does."""
+        try:
+            return self._frames.next_frame()
+        except FrameError as error:
+            raise self.broken(error) from error
+
+    async def _read(self) -> None:
+        try:
+            self._frames.feed(await self._stdout.receive(1 << 16))
+        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise await self._died() from error
+
+    def _content(self, frame: bytes) -> bytes:
+        """Return what the function answered."""
+        kind, content = frame[:1], frame[1:]
+        if kind == RAISED:
+            text, _, trace = content.decode(errors="replace").partition("\0")
+            raise UserFunctionError(text, trace)
+        if kind != ANSWERED:
+            raise self.broken("no answer")
+        return content
+
+    def broken(self, what: object) -> BrokenAnswer:
+        """Return the error of a process that wrote something else."""
+        return BrokenAnswer(f"{self.user} wrote to the pipe of its process, or its answer is too large: {what}")
+
+    @asynccontextmanager
+    async def forwarding(self) -> AsyncGenerator[None]:
+        """Forward what the process prints during a block, up to a limit, and for a moment if the process ends."""
+        wait_s = 0.0  # what has been read already
+        try:
+            async with in_background(self.forward):
+                yield
+        except UserProcessError:
+            wait_s = PRINTED_LAST_S
+            raise
+        finally:
+            with anyio.move_on_after(wait_s, shield=True):
+                await self.forward()
+            self._printed.end()
+
+    async def forward(self) -> None:
+        """Forward what the process prints, up to a limit, until it and all that it started have ended."""
+        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            while True:
+                self._printed.feed(await self._stderr.receive(1 << 16))
+
+    async def where(self) -> str:
+        """Return the stack of the running call, which is also forwarded; empty if the process does not write it."""
+        text = b""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(WHERE_S):
+            with suppress(ProcessLookupError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+                self._process.send_signal(signal.SIGUSR1)
+                while LAST_FRAME not in text:
+                    text += await self._stderr.receive()
+        self._printed.feed(text)
+        return text[text.rfind(STACK) :].decode(errors="replace") if STACK in text else ""
+
+    async def kill(self) -> None:
+        """Kill the process and what it started, and close its pipes."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_S, shield=True):
+            for group in (*children_of(self.pid), self.pid):  # a child may lead a group of its own
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            await self._process.aclose()
+        self._printed.end()
+
+    def ending(self) -> str:
+        """Describe how the process ended."""
+        code = self._process.returncode
+        if code is None:
+            return f"{self.called} closed its output"
+        if code < 0:
+            return f"{self.called} was killed by {signal_name(-code)}"
+        return f"{self.called} ended" if code == EXIT_OK else f"{self.called} exited with code {code}"
+
+    async def _died(self) -> UserProcessError:
+        with anyio.move_on_after(KILL_S):
+            await self._process.wait()
+        return UserProcessError(self.ending())
+
+
+class _Output:
+    """Forwards what users' code prints to stderr, up to PRINTED_BYTES of each call or period. Blocks."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s, self._began, self._num_bytes = period_s, time.monotonic(), 0
+
+    def feed(self, data: bytes) -> None:
+        """Forward printed bytes, as far as the limit allows."""
+        if time.monotonic() - self._began > self._period_s:
+            self.end()
+        _print(data[: max(0, PRINTED_BYTES - self._num_bytes)])
+        self._num_bytes += len(data)
+
+    def end(self) -> None:
+        """Begin another call or period, and say how much of this one was left out."""
+        left_out = self._num_bytes - PRINTED_BYTES
+        self._began, self._num_bytes = time.monotonic(), 0
+        if left_out > 0:
+            _print(f"\n(further output is left out: {left_out} B)\n".encode())
+
+
+def _print(data: bytes) -> None:
+    sys.stderr.flush()
+    while data:
+        data = data[os.write(2, data) :]
 
 
 class UserProcess:
@@ -81,7 +297,7 @@ class UserProcess:
             limits: of the process.
         """
         self._function, self._key, self._name, self._limits = function, key, name, limits
-        self._running: _Running | None = None
+        self._running: Child | None = None
         self._one_call = anyio.Lock()
         self.stopped_at = ""  # stack of the function when its newest call was cancelled; empty: unknown
 
@@ -92,34 +308,17 @@ class UserProcess:
             ValueError: the function cannot be used.
             NotReady: the process did not start, nor did another one.
         """
+        words = command(self._function, self._key, self._name, self._limits)
         for starts in range(1, MAX_STARTS + 1):
+            if self._running is not None:
+                return
             try:
-                return await self._start()
-            except UserProcessError as error:
+                self._running = await Child.open(words, environment(self._limits.env))
+            except (TimeoutError, UserProcessError) as error:
                 if starts == MAX_STARTS:
-                    raise NotReady(f"loading {self._name}: {error}, {MAX_STARTS} times") from error
-
-    async def _start(self) -> None:
-        if self._running is not None:
-            return
-        process = await anyio.open_process(
-            command(self._function, self._key, self._name, self._limits),
-            env=environment(self._limits.env),
-            start_new_session=True,
-        )
-        running = self._running = _Running(process)
-        try:
-            with anyio.fail_after(START_S):
-                problem = (await running.receive()).decode()
-        except TimeoutError as error:
-            await self.kill()
-            raise UserProcessError(f"its process was not ready after {START_S:g} s") from error
-        except BaseException:
-            await self.kill()
-            raise
-        if problem:
-            await self.kill()
-            raise ValueError(problem)
+                    late = f"its process was not ready after {START_S:g} s"
+                    reason = late if isinstance(error, TimeoutError) else error
+                    raise NotReady(f"loading {self._name}: {reason}, {MAX_STARTS} times") from error
 
     async def call(self, payload: bytes, *, timeout_s: float) -> bytes:
         """Call the function, once it has answered earlier calls. A call that is cancelled or late kills the process.
@@ -138,9 +337,7 @@ class UserProcess:
             await self.start()
             assert self._running is not None
             try:
-                with anyio.fail_after(timeout_s):
-                    await self._running.send(payload)
-                    return await self._running.receive()
+                return await self._running.exchange(payload, timeout_s)
             except UserFunctionError:
                 raise
             except UserProcessError:
@@ -161,120 +358,4 @@ class UserProcess:
 def command(function: UserFunction, key: str, name: str, limits: UserLimits) -> list[str]:
     """Return the command line of the process of a user's function. Arguments as of `UserProcess`."""
     words = (function.answering, key, name, msgspec.json.encode(limits).decode())
-    return [sys.executable, "-P", "-m", "runtime.functions.child", *words]
-
-
-def framed(payload: bytes) -> bytes:
-    """Return a call as its process reads it."""
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-class _Running:
-    """The pipes of a process."""
-
-    def __init__(self, process: Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process, self._stdin, self._stderr = process, process.stdin, process.stderr
-        self._stdout = BufferedByteReceiveStream(process.stdout)
-
-    async def send(self, payload: bytes) -> None:
-        try:
-            await self._stdin.send(framed(payload))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise await self._died() from error
-
-    async def receive(self) -> bytes:
-        """Receive an answer, and forward what the function prints until then."""
-        self._printed, wait_s = 0, 0.0
-        try:
-            async with in_background(self._forward):
-                return await self._receive()
-        except UserProcessError:
-            wait_s = PRINTED_LAST_S
-            raise
-        finally:
-            with anyio.move_on_after(wait_s, shield=True):  # 0: what has been read already
-                await self._forward()
-
-    async def _forward(self) -> None:
-        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            while True:
-                self._printed = forward(await self._stderr.receive(), self._printed)
-
-    async def _receive(self) -> bytes:
-        """Receive an answer: a byte, 0 if the function raised, its length and its content."""
-        try:
-            head = await self._stdout.receive_exactly(1 + LENGTH_BYTES)
-            length = int.from_bytes(head[1:], "big")
-            if head[0] > 1 or length > MAX_BYTES:
-                raise UserProcessError("it wrote to the pipe of its process, or its answer is too large")
-            content = await self._stdout.receive_exactly(length) if length else b""
-        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError) as error:
-            raise await self._died() from error
-        if not head[0]:
-            raise UserFunctionError(*content.decode(errors="replace").split("\0", 1))
-        return content
-
-    async def where(self) -> str:
-        """Return the stack of the running call, which is also forwarded; empty if the process does not write it."""
-        text = b""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(WHERE_S):
-            with suppress(ProcessLookupError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-                self._process.send_signal(signal.SIGUSR1)
-                while LAST_FRAME not in text:
-                    text += await self._stderr.receive()
-        forward(text, 0)
-        return text[text.rfind(STACK) :].decode(errors="replace") if STACK in text else ""
-
-    async def kill(self) -> None:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_S, shield=True):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-            await self._process.aclose()
-
-    async def _died(self) -> UserProcessError:
-        with anyio.move_on_after(KILL_S):
-            await self._process.wait()
-        return UserProcessError(how_ended(self._process.returncode))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Answer calls on standard input until it ends, then kill this process group. Return an exit code before that."""
-    answering, key, name, limits = arguments
-    fd_in, fd_out = take_pipes()
-    calls, answers = os.fdopen(fd_in, "rb"), os.fdopen(fd_out, "wb")
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)  # the stack of a call that is to be killed
-    end_with_parent(fd_in)
-    limit(msgspec.json.decode(limits, type=UserLimits))
-    user_folder_last()
-    try:
-        answer: Answer = at(answering)(key, name)
-    except ValueError as error:
-        _write(answers, 1, str(error).encode())
-        return EXIT_OK
-    _write(answers, 1, b"")
-    while (payload := read_call(calls)) is not None:
-        try:
-            _write(answers, 1, answer(payload))
-        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it
-            trace = user_traceback(error)
-            with suppress(OSError):  # it may have closed its output
-                os.write(2, f"{trace}\n".encode(errors="replace"))
-            text = shown_error(error).replace("\0", "")[:MAX_TEXT]
-            shown = (
-                trace if user_frames(error) is not None else ""
-            )  # empty for an answer that is refused: no line of the user's code raised
-            _write(answers, 0, f"{text}\0{shown}".encode(errors="replace"))
-    end_group()
-
-
-def _write(answers: BinaryIO, kind: int, content: bytes) -> None:
-    answers.write(bytes([kind]) + framed(content))
-    answers.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return [sys.executable, "-P", "-m", "runtime.functions.worker", *words]

@@ -1,22 +1,19 @@
 """Runs a user's data source in a process that can be killed. Blocks: for a thread."""
 
-import os
-import selectors
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from actors.buffer.prompts.source_worker import Draw, Drawn, Hello, Ready, SavedState, kind_of
 from runtime.data.data_files import DataError
-from runtime.functions.child import command, framed
-from runtime.functions.limits import LENGTH_BYTES, UserLimits, environment, forward, how_ended
+from runtime.functions.child import BrokenAnswer, Child, UserFunctionError, UserProcessError, command
+from runtime.functions.limits import UserLimits, environment
 from runtime.functions.table import SOURCE
 from runtime.ledger.state import GroupOutcome
 from runtime.settings.derived import limits_of
@@ -27,19 +24,12 @@ from runtime.util.formatting import count_of
 
 START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 TRIED_AT_A_TIME: Final = 10  # rows of a draw of a trial
-KILL_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 3  # processes that may die in one draw
 MAX_ANSWER_BYTES: Final = 1 << 30
 LOADING: Final = "loading it"
-HEAD_BYTES: Final = 1 + LENGTH_BYTES  # of an answer: whether the function answered, and the length
-REST_S: Final = 1.0  # between two pieces of an answer that has begun, past the time limit
 
 log = structlog.get_logger()
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-
-class _DiedError(Exception):
-    """The process ended."""
 
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +70,8 @@ class SourceProcess:
 
     def __init__(self, settings: SourceSettings, *, max_tries: int = MAX_TRIES) -> None:
         self._settings, self._max_tries = settings, max_tries
-        self._process: subprocess.Popen[bytes] | None = None
+        self._opened = ExitStack()  # the process, and the event loop of its handle
+        self._process: tuple[BlockingPortal, Child] | None = None
         self._at: SavedState | None = None  # the state after the newest draw of the process
         self._has_drawn = False
         self.gets_outcomes = False  # whether the class has a method `told`; known after the start
@@ -101,24 +92,22 @@ class SourceProcess:
         """
         try:
             self._start()
-        except _DiedError as error:
+        except UserProcessError as error:
             self.kill()
-            raise DataError(f"{self._settings.value}: loading it: {error}") from None
+            raise DataError(f"{self._settings.value}: {LOADING}: {error}") from None
 
     def _start(self) -> None:
         if self._process is not None:
             return
-        pipe, given = subprocess.PIPE, self._settings
+        given, env = self._settings, environment(self._settings.limits.env)
         words = command(kind_of(given.key), given.key, given.value, given.limits)
-        self._process = process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(given.limits.env), start_new_session=True
-        )
-        for stream in (process.stdin, process.stdout, process.stderr):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-        self._has_drawn = False
-        problem = self._asked(b"", START_TIMEOUT_S, LOADING).decode()
-        ready = Ready(error=problem) if problem else self._ask(given.hello, Ready, START_TIMEOUT_S, LOADING)
+        start = partial(Child.open, words, env, timeout_s=START_TIMEOUT_S, max_bytes=MAX_ANSWER_BYTES)
+        with self._in_time(LOADING, START_TIMEOUT_S):
+            portal = self._opened.enter_context(start_blocking_portal())
+            child = portal.call(start)
+            self._opened.callback(portal.call, child.kill)
+        self._process, self._has_drawn = (portal, child), False
+        ready = self._ask(given.hello, Ready, START_TIMEOUT_S, LOADING)
         if ready.error:
             self.kill()
             raise DataError(ready.error)
@@ -154,7 +143,7 @@ class SourceProcess:
                     request, Drawn, self._settings.timeout_s, f"drawing rows {first} to {first + count - 1}"
                 )
                 break
-            except _DiedError as error:
+            except UserProcessError as error:
                 self.kill()
                 if tries == self._max_tries:
                     raise DataError(
@@ -172,118 +161,45 @@ class SourceProcess:
 
     def kill(self) -> None:
         """Kill the process and its process group."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_TIMEOUT_S)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        self._process = None
+        self._opened.close()
 
     @property
     def pid(self) -> int | None:
         """Process id; None while no process runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._process is None else self._process[1].pid
 
     def _ask(self, request: msgspec.Struct, answer: type[StructT], timeout_s: float, what: str) -> StructT:
         """Send a request and return its answer.
 
         Raises:
             DataError: no answer in time, or one that cannot be decoded; the process is killed.
-            _DiedError: the process ended.
+            UserProcessError: the process ended.
         """
-        content = self._asked(framed(msgspec.msgpack.encode(request)), timeout_s, what)
-        try:
-            return msgspec.msgpack.decode(content, type=answer)
-        except msgspec.MsgspecError as error:
-            raise self._wrote(what, error) from None
-
-    def _asked(self, frame: bytes, timeout_s: float, what: str) -> bytes:
-        """Send a frame, if it is not empty, and return the content of the answer. Raises as `_ask` does."""
         assert self._process is not None
+        portal, child = self._process
+        with self._in_time(what, timeout_s):
+            content = portal.call(child.exchange, msgspec.msgpack.encode(request), timeout_s)
+            try:
+                return msgspec.msgpack.decode(content, type=answer)
+            except ValueError as error:
+                raise child.broken(error) from None
+
+    @contextmanager
+    def _in_time(self, what: str, timeout_s: float) -> Generator[None]:
+        """Kill the process and raise DataError if it does not answer in time, or answers with what is no answer."""
         try:
-            return _exchange(self._process, frame, time.monotonic() + timeout_s)
+            yield
+            return
         except TimeoutError:
-            self.kill()
-            key = self._settings.key.rpartition(".")[0]
-            limit = "" if what == LOADING else f" ({key}.timeout_s)"
-            message = f"{self._settings.value}: {what} took longer than {timeout_s:g} s{limit}"
-            raise DataError(message) from None
-        except ValueError as error:
-            raise self._wrote(what, error) from None
-
-    def _wrote(self, what: str, error: Exception) -> DataError:
-        """Kill the process, and return the error of an answer that is none."""
+            limit = "" if what == LOADING else f" ({self._settings.key.rpartition('.')[0]}.timeout_s)"
+            problem = f"{self._settings.value}: {what} took longer than {timeout_s:g} s{limit}"
+        except (BrokenAnswer, UserFunctionError) as error:
+            problem = f"{self._settings.value}: {what}: {error}"
+        except ValueError as error:  # the class or the function cannot be used
+            problem = str(error)
         self.kill()
-        return DataError(f"{self._settings.value}: {what}: it wrote to the pipe of its process: {error}")
-
-
-def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> bytes:
-    """Write a frame, read the answering frame, and forward what the class prints."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    to_write, received, printed = memoryview(frame), bytearray(), 0
-    with selectors.DefaultSelector() as ready:
-        if frame:
-            ready.register(process.stdin, selectors.EVENT_WRITE)
-        ready.register(process.stdout, selectors.EVENT_READ)
-        ready.register(process.stderr, selectors.EVENT_READ)
-        while not _is_complete(received):
-            left_s = deadline - time.monotonic()
-            found = ready.select(left_s if left_s > 0 else REST_S if received else 0)
-            if left_s <= 0 and not any(key.fileobj is process.stdout for key, _ in found):
-                raise TimeoutError  # an answer that is ready counts: this process may have been stopped meanwhile
-            for key, _ in found:
-                if key.fileobj is process.stdin:
-                    to_write = to_write[_written(key.fd, to_write) :]
-                    if not to_write:
-                        ready.unregister(process.stdin)
-                    continue
-                data = _available(key.fd)
-                if not data:
-                    ready.unregister(key.fileobj)
-                if key.fileobj is process.stderr:
-                    printed = forward(data, printed)
-                elif data:
-                    received += data
-                else:
-                    raise _DiedError(_ending(process))
-    if not received[0]:
-        raise ValueError(received[HEAD_BYTES:].decode(errors="replace"))
-    return bytes(received[HEAD_BYTES:])
-
-
-def _is_complete(received: bytearray) -> bool:
-    if len(received) < HEAD_BYTES:
-        return False
-    end = HEAD_BYTES + int.from_bytes(received[1:HEAD_BYTES], "big")
-    if received[0] > 1 or end > MAX_ANSWER_BYTES or len(received) > end:
-        raise ValueError(f"an answer of {end} bytes")
-    return len(received) == end
-
-
-def _written(fd: int, content: memoryview) -> int:
-    try:
-        return os.write(fd, content[: 1 << 16])
-    except BlockingIOError:
-        return 0
-    except BrokenPipeError:
-        return len(content)  # reading finds the end of the process
-
-
-def _available(fd: int) -> bytes:
-    return os.read(fd, 1 << 20)
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_TIMEOUT_S)
-    return how_ended(process.returncode)
+        raise DataError(problem)
 
 
 class Tried(NamedTuple):

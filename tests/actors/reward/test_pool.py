@@ -13,13 +13,14 @@ import anyio.lowlevel
 import psutil
 import pytest
 
-from actors.reward.frames import FrameBuffer, Grade, Graded, GraderSpec, Hello
+from actors.reward.frames import Grade, Graded, GraderSpec, Hello
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from actors.reward.worker import Worker
+from runtime.functions.frames import FrameBuffer
 from runtime.util.retrying import Backoff
 
 pytestmark = pytest.mark.anyio

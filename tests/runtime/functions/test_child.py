@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.functions.child import UserProcess
-from runtime.functions.limits import PRINTED_BYTES, UserLimits
+from runtime.functions.child import PRINTED_BYTES, UserProcess
+from runtime.functions.limits import UserLimits
 from runtime.functions.table import FILTER
 
 PARENT = """
@@ -61,4 +61,5 @@ async def test_the_output_of_a_call_is_logged_up_to_a_limit(tmp_path: Path, capf
     printed = capfd.readouterr().err
     assert printed.startswith("loaded\nyyy")
     assert printed.count("y") == PRINTED_BYTES - len("loaded\n")
-    assert printed.endswith("(further output of this call is left out)\n")
+    left_out = len("loaded\n") + 200_001 - PRINTED_BYTES
+    assert printed.endswith(f"(further output is left out: {left_out} B)\n")

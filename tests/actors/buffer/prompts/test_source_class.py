@@ -18,7 +18,8 @@ from actors.registry import hosted
 from messages import BatchReady, BufferStarted, GroupsIssued, Plane, RolloutRequested, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
-from runtime.functions.limits import PRINTED_BYTES, UserLimits
+from runtime.functions.child import PRINTED_BYTES
+from runtime.functions.limits import UserLimits
 from runtime.functions.load import load
 from runtime.functions.table import SOURCE_CLASS
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
@@ -161,11 +162,7 @@ def test_a_trial_says_whether_the_class_gets_outcomes(tmp_path: Path) -> None:
 def test_an_answer_that_is_ready_counts_although_this_process_was_stopped_past_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(data: bytes, printed: int) -> int:
-        time.sleep(1.0)
-        return printed + len(data)
-
-    monkeypatch.setattr("actors.buffer.prompts.source_process.forward", stopped)
+    monkeypatch.setattr("runtime.functions.child._Output.feed", lambda *_: time.sleep(1.0))
     settings = settings_of(tmp_path, draw="os.write(2, b'x'); time.sleep(0.1)", timeout_s=0.8)
     with SourceProcess(settings) as source:
         assert len(source.draw(0, 1).rows) == 1
@@ -182,7 +179,7 @@ def test_what_a_class_gets_of_the_environment_and_what_it_may_print(
     assert msgspec.json.decode(row) == {"names": ["MY_KEY", "PHYSARUM_AGENT", "SSL_CERT_FILE"]}
     printed = capfd.readouterr().err
     assert printed.count("y") == PRINTED_BYTES
-    assert "(further output of this call is left out)" in printed
+    assert "(further output is left out: " in printed
 
 
 def test_a_class_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
