@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from runtime.util.import_path import OURS
 
 MAX_FILES: Final = 500  # of a user's modules that are read
-OFFERED: Final = frozenset({"slime"})  # modules that functions written for slime get from this program
+PROJECTS: Final = "runtime.compat"  # packages of other projects, whose functions run here too
 
 
 class HiddenModule(NamedTuple):
@@ -52,7 +52,7 @@ def hidden_module(file: Path, folder: Path) -> HiddenModule | None:
             reached.add(name)
             top = name.partition(".")[0]
             own = module_in(folder, top)
-            if own is None or top in OFFERED:
+            if own is None or is_adapted(top):
                 continue
             found = _origin(top)
             if found is not None and not _is_same(found, own):
@@ -63,6 +63,15 @@ def hidden_module(file: Path, folder: Path) -> HiddenModule | None:
             left += further - seen
             seen |= further
     return None
+
+
+def is_adapted(project: str) -> bool:
+    """Whether functions written for a project run here, and get its modules from this program.
+
+    The project has a package of its name in runtime/compat, whose `functions.load` adapts its functions.
+    """
+    place = f"{PROJECTS}.{project}"
+    return project.isidentifier() and all(map(importlib.util.find_spec, (PROJECTS, place, f"{place}.functions")))
 
 
 def is_installed(folder: Path) -> bool:

@@ -11,12 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from runtime.functions.hidden_modules import hidden_module, is_installed, module_in
+from runtime.functions.hidden_modules import PROJECTS, hidden_module, is_adapted, is_installed, module_in
 from runtime.functions.table import UserFunction, at
 from runtime.util.import_path import OURS
 from runtime.util.tracebacks import user_frames
 
-_PROJECTS: Final = "runtime.compat"  # packages of other projects, whose functions run here too
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
 
 T = TypeVar("T")
@@ -129,7 +128,7 @@ def load(
         PluginError: it cannot be found, or cannot be called as its kind is.
     """
     if (project := project_of(value)) is not None:
-        return at(f"{_PROJECTS}.{project}.functions:load")(function, key, value, base_dirs, several=several)
+        return at(f"{PROJECTS}.{project}.functions:load")(function, key, value, base_dirs, several=several)
     if function.methods:
         methods, further = function.methods, function.further_methods
         return Plugin(load_class(key, value, methods=methods, optional=further, base_dirs=base_dirs), is_async=False)
@@ -168,15 +167,9 @@ def find_built_in(what: str, name: str, known: Mapping[str, T]) -> T:
 
 
 def project_of(value: str) -> str | None:
-    """Return the project that a function was written for, "PROJECT:module:function"; None: for this one.
-
-    A project has a package of its name in runtime/compat, whose `functions.load` adapts its functions.
-    """
+    """Return the project that a function was written for, "PROJECT:module:function"; None: for this one."""
     project, _, name = value.partition(":")
-    place = f"{_PROJECTS}.{project}"
-    if ":" not in name or not project.isidentifier():
-        return None
-    return project if all(map(importlib.util.find_spec, (_PROJECTS, place, f"{place}.functions"))) else None
+    return project if ":" in name and is_adapted(project) else None
 
 
 def placed(value: str, place: Callable[[str], str]) -> str:
