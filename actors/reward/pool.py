@@ -132,31 +132,15 @@ class GraderPool:
             GraderProcessError: the process failed to start max_failed_starts + 1 times in a row.
         """
         gradings: list[Grading] = []  # taken from the queue, unfinished
-        num_idle_deaths = 0  # consecutive, without a score in between
-        while True:
-            process = process or await self._start_again()
-            self._counts["starts"] += 1
-            num_scores = self._counts["scores"]
-            await self._use(process, gradings)
-            process = None
-            num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
-            if num_idle_deaths > 1:
-                await anyio.sleep(self._settings.backoff.pause_s(num_idle_deaths - 1))
+        await self._keep(self._settings.hello, lambda process: self._use(process, gradings), process)
 
     async def keep_process_of_async(self) -> None:
-        """Keep one process for async functions running and busy. Never returns.
-
-        Raises:
-            GraderProcessError: the process failed to start max_failed_starts + 1 times in a row.
-        """
+        """Keep one process for async functions running and busy. Never returns. Raises as `keep_process` does."""
         left, suspects = deque[Grading](), deque[list[Grading]]()
-        num_idle_deaths = 0  # consecutive, without a score in between
-        hello = msgspec.structs.replace(self._settings.hello, at_once=self._settings.at_once)
-        while True:
-            process = await self._start_again(hello)
-            self._counts["starts"] += 1
-            num_scores = self._counts["scores"]
-            use = CallsTogether(
+
+        async def use(process: GraderProcess) -> None:
+            nonlocal suspects
+            calls = CallsTogether(
                 process,
                 self._calls.receive,
                 self._count,
@@ -166,10 +150,24 @@ class GraderPool:
                 left=left,
                 suspects=suspects,
             )
-            in_flight, death = await use.run()
+            in_flight, death = await calls.run()
             self._counts["deaths" if death else "timeouts"] += 1
             self._blame_of_async(in_flight, death)
             suspects = halved(in_flight, suspects)
+
+        await self._keep(msgspec.structs.replace(self._settings.hello, at_once=self._settings.at_once), use)
+
+    async def _keep(
+        self, hello: Hello, use: Callable[[GraderProcess], Awaitable[None]], process: GraderProcess | None = None
+    ) -> None:
+        """Start a process whenever the one before has ended, and use it until it ends."""
+        num_idle_deaths = 0  # consecutive, without a score in between
+        while True:
+            process = process or await self._start_again(hello)
+            self._counts["starts"] += 1
+            num_scores = self._counts["scores"]
+            await use(process)
+            process = None
             num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
             if num_idle_deaths > 1:
                 await anyio.sleep(self._settings.backoff.pause_s(num_idle_deaths - 1))
@@ -185,9 +183,9 @@ class GraderPool:
             elif self._tried_enough(grading):
                 self._fail(grading, f"{death}, {count_of(self._settings.max_tries, 'time')}", "sandbox_lost")
 
-    async def _start_again(self, hello: Hello | None = None) -> GraderProcess:
+    async def _start_again(self, hello: Hello) -> GraderProcess:
         return await retried(
-            lambda: GraderProcess.start(hello or self._settings.hello, self._settings.sandbox),
+            lambda: GraderProcess.start(hello, self._settings.sandbox),
             on=GraderProcessError,
             times=self._settings.max_failed_starts + 1,
             failed=_log_failed_start,
