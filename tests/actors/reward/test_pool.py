@@ -263,7 +263,8 @@ async def test_no_sample_is_blamed_for_a_process_that_ends_with_several_of_a_bui
     built_in, pairs = GraderSpec(name="f1"), ["a b", "c d", "e f"]
     async with pool_of(timeout_s=timeout_s, max_tries=1) as pool:
         samples = [GradedSample(response=text, label=text) for text in pairs]
-        await pool.grade(built_in, samples)  # the first frame has one sample; then it knows that they are cheap
+        await pool.grade(built_in, samples)
+        pool._mean_s[built_in] = 1e-6  # cheap, also on a busy machine: the samples share a frame
         *_, worker = psutil.Process().children(recursive=True)
         worker.send_signal(signal.SIGSTOP)
         grades = list[Graded]()
