@@ -1,6 +1,6 @@
 """Handle of one grader process: start it, send samples, read grades, kill it.
 
-Of its own kind is that a batch is answered sample by sample: a process that ends names the sample to blame.
+A batch is answered sample by sample, unlike a call of another function: a process that ends names the sample to blame.
 """
 
 from collections import deque
