@@ -22,21 +22,21 @@ MAX_BYTES: Final = 1 << 15  # of one dump: half of a pipe
 END_S: Final = 2.0  # for the watchdog
 
 
-async def give_pulse() -> None:
-    """Send a heartbeat every EVERY_S seconds until cancelled; return at once without a pipe."""
+async def give_pulse(every_s: float = EVERY_S) -> None:
+    """Send a heartbeat every `every_s` seconds until cancelled; return at once without a pipe."""
     descriptor = os.environ.pop(PULSE_VARIABLE, None)  # child processes must not inherit it
     if descriptor is None:
         return
     pipe = int(descriptor)
     os.set_inheritable(pipe, False)
     os.set_blocking(pipe, False)
-    watchdog = _Watchdog(pipe)
+    watchdog = _Watchdog(pipe, every_s)
     watchdog.start()
     try:
         with suppress(BrokenPipeError):  # the daemon died, and this process will too
             while True:
                 watchdog.beat()
-                await anyio.sleep(EVERY_S)
+                await anyio.sleep(every_s)
     finally:
         watchdog.end()
 
@@ -48,8 +48,8 @@ class _Watchdog:
     thread writes them, which needs no lock.
     """
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: int, every_s: float) -> None:
+        self._pipe, self._every_s = pipe, every_s
         self._loop_thread = threading.get_ident()
         self._beat_at = time.monotonic()
         self._over = threading.Event()
@@ -86,7 +86,7 @@ class _Watchdog:
             if beat_at != silent_since:
                 silent_since, num_written = beat_at, 0
             due_s = STACKS_AFTER_S[num_written] if num_written < len(STACKS_AFTER_S) else math.inf
-            if time.monotonic() - beat_at - EVERY_S >= due_s:
+            if time.monotonic() - beat_at - self._every_s >= due_s:
                 num_written += 1
                 with suppress(BrokenPipeError):
                     self._write(stacks_now(self._loop_thread)[:MAX_BYTES])
