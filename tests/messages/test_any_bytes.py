@@ -72,7 +72,7 @@ def test_mutated_messages_are_decoded_or_refused() -> None:
     assert search(20_000, seed) == [], f"seed {seed}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_million_mutated_messages_are_decoded_or_refused() -> None:
     seed = SystemRandom().getrandbits(32)
