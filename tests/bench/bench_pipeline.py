@@ -163,7 +163,7 @@ def medians_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def topology_of(size: Size, *, batched: bool) -> Topology:
-    """The laptop's recipe without evaluation and checkpoints, on an engine that runs already."""
+    """The laptop's recipe without evaluation, checkpoints and stored samples, on an engine that runs already."""
     changes = [
         f"train.num_steps={size.num_warm_up + size.num_steps + 1}",
         f"rollout.rollout_batch_size={size.num_groups}",
@@ -172,6 +172,7 @@ def topology_of(size: Size, *, batched: bool) -> Topology:
         f"engines.policy.batch_requests={'true' if batched else 'false'}",
         f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
         "engines.policy.router=sglang-router",
+        "observe.samples=false",  # the demo keeps them for its page
     ]
     topology = load_topology(RECIPE, [*changes, *([SHARED] if size.shared else [])]).topology
     return msgspec.structs.replace(topology, eval=())
