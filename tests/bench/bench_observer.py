@@ -37,13 +37,13 @@ LONGEST_LINE = 64 * 1024 * 1024  # bytes of one state of the page
 
 @contextmanager
 def watching(directory: Path) -> Iterator[tuple[psutil.Process, str]]:
-    """Run the command for the duration of a block; yield its process and the URL of its page."""
-    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "watch", str(directory), "--page"]
-    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    """Run the command for the duration of a block; yield its process and the URL of its page, with the secret."""
+    command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "watch", str(directory), "--trust"]
+    process = psutil.Popen([*command, "--page"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     try:
-        found = re.match(r"page +(\S+)", process.stdout.readline())
-        assert found is not None, "the command shows no page"
-        yield process, found[1]
+        assert process.stdout.readline().startswith("page "), "the command shows no page"
+        asked = subprocess.run([*command, "--url"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+        yield process, asked.stdout.strip()
     finally:
         process.terminate()
         process.wait(timeout=10)
@@ -52,14 +52,18 @@ def watching(directory: Path) -> Iterator[tuple[psutil.Process, str]]:
 @asynccontextmanager
 async def page_of(url: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
     """Open a page as a browser does; yield its states."""
+    place, _, secret = url.partition("#token=")
     async with aiohttp.ClientSession(
-        cookie_jar=aiohttp.CookieJar(unsafe=True), read_bufsize=LONGEST_LINE, timeout=aiohttp.ClientTimeout(total=None)
+        headers={"Authorization": f"Bearer {secret}"},
+        read_bufsize=LONGEST_LINE,
+        timeout=aiohttp.ClientTimeout(total=None),
     ) as session:
-        async with session.get(url) as answer:
+        async with session.get(place) as answer:
             assert answer.status == 200
 
         async def states() -> AsyncGenerator[dict[str, Any]]:
-            async with session.get(url.partition("?")[0] + "events") as stream:
+            ticket = await (await session.post(f"{place}ticket")).text()
+            async with session.get(f"{place}events", params={"ticket": ticket}) as stream:
                 async for line in stream.content:
                     if line.startswith(b"data: "):
                         yield msgspec.json.decode(line.removeprefix(b"data: "))
