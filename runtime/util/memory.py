@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 STACK_BYTES: Final = 8 << 20  # reserved for each thread that a library may start, one a core, and hardly used
-LOOK_EVERY: Final = 16
 _turn: Final = threading.Lock()
 
 
@@ -30,24 +29,19 @@ def own_anonymous_bytes() -> int:
 class MemoryLimit:
     """Lets this process allocate at most so many bytes more in each `with` block. Beyond, MemoryError is raised.
 
-    One block of the process at a time: others wait, since the limit is that of the process. The process may have grown
-    by what LOOK_EVERY blocks before left behind.
+    One block of the process at a time: others wait, since the limit is that of the process. Its size is read in each
+    block: with the limit of an earlier one, a process that has grown since could allocate nothing, and Python ends with
+    a wrong exception or a crash where even a frame has no memory.
     """
 
     def __init__(self, more_bytes: int) -> None:
-        self._more_bytes = more_bytes
-        self._limit = 0
-        self._blocks_left = 0  # before the size of the process is read again, which takes longer than a short block
+        self._more_bytes = more_bytes + STACK_BYTES * (os.cpu_count() or 1)
 
     def __enter__(self) -> None:
         _turn.acquire()
-        if not self._blocks_left:
-            stacks = STACK_BYTES * (os.cpu_count() or 1)
-            self._limit, self._blocks_left = _data_bytes() + self._more_bytes + stacks, LOOK_EVERY
-        self._blocks_left -= 1
         self._before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = self._limit if soft == resource.RLIM_INFINITY else min(self._limit, soft)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        limit = _data_bytes() + self._more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
 
     def __exit__(self, *_: object) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, self._before)

@@ -168,3 +168,16 @@ def test_memory_is_limited_in_a_block_alone() -> None:
     with pytest.raises(MemoryError), MemoryLimit(1 << 26):
         bytes(1 << 30)
     assert len(bytes(1 << 28)) == 1 << 28
+
+
+def test_a_process_that_has_grown_since_the_last_block_may_allocate_as_much_again() -> None:
+    """With the limit of an earlier block, Python blamed the template: "'Parser' object is not iterable"."""
+    limit = MemoryLimit(1 << 26)
+    with limit:
+        pass
+    grown = bytearray(1 << 28)
+    with limit:
+        assert not any(bytearray(1 << 25))
+    with pytest.raises(MemoryError), limit:
+        bytearray(1 << 28)
+    del grown
