@@ -236,7 +236,8 @@ class Child:
     async def kill(self) -> None:
         """Kill the process and what it started, and close its pipes."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_S, shield=True):
-            for group in (*children_of(self.pid), self.pid):  # a child may lead a group of its own
+            children = children_of(self.pid) if self._process.returncode is None else ()  # else the id may be another's
+            for group in (*children, self.pid):  # a child may lead a group of its own
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
             await self._process.aclose()

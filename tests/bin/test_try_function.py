@@ -315,7 +315,7 @@ def test_a_judge_that_fails_is_named(
     judge.script[:] = [(400, "too long")]
     code, text = said(capsys, "grader", "digits", *judged)
     assert (code, "  failed, refused: refused:" in text, "judge digits" in text) == (1, True, True), text
-    judge.script[:] = ["no number"]
+    judge.script[:] = ["I cannot say"]
     code, text = said(capsys, "grader", "digits", *judged)
     assert (code, "  failed, bad_answer: " in text) == (1, True), text
     monkeypatch.delenv("JUDGE_KEY")

@@ -41,7 +41,7 @@ def _text_of(found: Found, table: str) -> str:
 
 
 def answered(name: str, answer: FlagAnswer, table: str) -> str:
-    """Format the answer to a name of another project in a table of ours."""
+    """Format the answer to a name of another project in a settings table."""
     remark = plain_text(answer.remark)
     if answer.key is not None:
         return f"{name} is {beside(answer.key, table)} here" + (f" ({remark})" if remark else "")

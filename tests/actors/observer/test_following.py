@@ -105,7 +105,7 @@ async def test_an_observer_of_an_empty_log_or_of_one_with_an_unreadable_end_catc
             await eventually(lambda: events.share_read(0) is None)
         await publish(bus, LOG)
         client = await nats.connect(with_login(server.ports.url, NODE))
-        await client.jetstream().publish(f"phy.{RUN}.event.a_later_version", b"not one of ours")
+        await client.jetstream().publish(f"phy.{RUN}.event.a_later_version", b"of a later version")
         await client.close()
         async with followed(found(tmp_path)) as events:
             async for batch in events.batches():

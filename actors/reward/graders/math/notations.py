@@ -79,7 +79,8 @@ def by_terms(ours: str, theirs: str) -> bool | None:
     """Compare texts whose terms have an order: times 9:30, scores 5 to 0, ranges 10-15, dates 1/2/2020, ratios 3:1.
 
     Two times are equal only as times. A ratio equals its multiples, unless it has a term 0. All else is compared term
-    by term. A label that is such a text equals no number: 5-3 as a label is a score, and as an answer to 2 arithmetic.
+    by term. A label that is such a text is not equal to any number: 5-3 as a label is a score, and as an answer to 2
+    it is arithmetic.
     """
     if not (_SIGNS.search(ours) or _SIGNS.search(theirs)):
         return None
@@ -100,7 +101,7 @@ def by_terms(ours: str, theirs: str) -> bool | None:
 
 
 def is_series(text: str) -> bool:
-    """Whether a text in the form of `latex.normal` is a time, a score, a range, a date or a ratio, and no number."""
+    """Whether a text in the form of `latex.normal` is a time, a score, a range, a date or a ratio, not one number."""
     return _SIGNS.search(text) is not None and _series(without_text_commands(text).strip()) is not None
 
 
