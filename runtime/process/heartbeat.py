@@ -3,6 +3,7 @@
 import faulthandler
 import math
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -17,7 +18,7 @@ EVERY_S: Final = 0.5
 BEAT: Final = "beat"  # first word of a heartbeat's line; its time and the thread of the event loop follow
 TICK_S: Final = 0.5  # between two looks of the watchdog
 STACKS_AFTER_S: Final = (1.0, 4.5)  # seconds of silence after which the stacks are written
-LOCKED_S: Final = 4.5  # seconds without the interpreter's lock after which faulthandler writes them
+ASKS: Final = signal.SIGURG  # the node daemon asks a thread for its stack; who does not know it ignores this signal
 MAX_BYTES: Final = 1 << 15  # of one dump: half of a pipe
 END_S: Final = 2.0  # for the watchdog
 
@@ -44,8 +45,9 @@ async def give_pulse(every_s: float = EVERY_S) -> None:
 class _Watchdog:
     """A thread that writes the stacks of all threads into the pipe while the event loop stands still.
 
-    A call that holds the interpreter's lock, such as a regular expression, stops this thread too. Then faulthandler's
-    thread writes them, which needs no lock.
+    A call that holds the interpreter's lock, such as a regular expression, stops this thread too. Then the node daemon
+    asks: faulthandler's handler of a signal needs no lock. It writes the stack of the thread that gets the signal and
+    of no other, since reading the frames of a thread that runs may crash the process.
     """
 
     def __init__(self, pipe: int, every_s: float) -> None:
@@ -56,7 +58,7 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)  # nothing to clean up
 
     def start(self) -> None:
-        self._await_lock()
+        faulthandler.register(ASKS, file=self._pipe, all_threads=False)
         self._thread.start()
 
     def beat(self) -> None:
@@ -81,7 +83,6 @@ class _Watchdog:
     def _run(self) -> None:
         silent_since, num_written = 0.0, 0
         while not self._over.wait(TICK_S):
-            self._await_lock()
             beat_at = self._beat_at
             if beat_at != silent_since:
                 silent_since, num_written = beat_at, 0
@@ -90,11 +91,6 @@ class _Watchdog:
                 num_written += 1
                 with suppress(BrokenPipeError):
                     self._write(stacks_now(self._loop_thread)[:MAX_BYTES])
-        faulthandler.cancel_dump_traceback_later()
-
-    def _await_lock(self) -> None:
-        """Have faulthandler write the stacks unless this is called again in time, which needs the lock."""
-        faulthandler.dump_traceback_later(LOCKED_S, repeat=True, file=self._pipe)
 
     def _write(self, text: str) -> None:
         with suppress(BlockingIOError):  # full: the daemon is suspended

@@ -1,6 +1,6 @@
 """Stacks of a process's threads as text, and what in them blocks an event loop. Pure, but for `stacks_now`.
 
-The text is that of `faulthandler`, whose own thread writes it while a call holds the interpreter's lock.
+The text is that of `faulthandler`, whose handler of a signal writes it while a call holds the interpreter's lock.
 """
 
 import os
@@ -18,6 +18,7 @@ STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
 OWN: Final = tuple(f"{ROOT / package}{os.sep}" for package in OURS)
 INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
+_OWN_STACK: Final = "Stack (most recent call first)"
 _dump = re.compile(r"^Timeout \(", re.MULTILINE)
 _thread = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*most recent call first")
 _frame = re.compile(r'^\s*File "(.*)", line (\d+) in (.*)$')
@@ -62,6 +63,16 @@ def stacks_now(first: int) -> str:
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
             frame, number = frame.f_back, number + 1
     return "\n".join(lines) + "\n"
+
+
+def of_thread(text: str, ident: int) -> str:
+    """Return a text with each stack that faulthandler wrote for one thread, without its id, as a dump of that thread.
+
+    Args:
+        text: what a process has written.
+        ident: id of the thread.
+    """
+    return text.replace(_OWN_STACK, f"Timeout (of the interpreter's lock)!\nThread 0x{ident:016x} {_OWN_STACK[6:]}")
 
 
 def newest_dump(text: str) -> str:

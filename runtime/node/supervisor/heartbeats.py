@@ -5,14 +5,15 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import anyio
 import msgspec
 
-from runtime.process.heartbeat import BEAT, EVERY_S
-from runtime.util.stacks import newest_dump
+from runtime.process.heartbeat import ASKS, BEAT, EVERY_S
+from runtime.util.stacks import newest_dump, of_thread
 
 LOOK_EVERY_S: Final = 1.0
 JUDGE_EVERY_S: Final = 5.0
@@ -21,6 +22,7 @@ LATE: Final = 2.0  # times the planned wait: this process, and maybe the whole m
 FIRST_WITHIN_S: Final = 1800.0  # from the start to the first heartbeat: imports may come from a slow disk
 CHUNK: Final = 1 << 16  # bytes: the capacity of a pipe
 LAG_S: Final = 1.0  # a shorter block is not reported
+ASK_AFTER_S: Final = 4.0  # without stacks, a thread gets the signal to write its own
 SAID_AFTER_S: Final = 5.0  # a block is reported before its end
 SAID_ANYWAY_S: Final = 8.0  # also without the stacks, which a busy machine delays
 STOPPED: Final = "Tt"  # states of a process that was stopped, as in /proc/<pid>/stat
@@ -97,6 +99,22 @@ def thread_times(pid: int) -> ThreadTimes | None:
     return ThreadTimes(fields[0], int(cpu_ns) / 1e9, int(queued_ns) / 1e9)
 
 
+def thread_to_ask(pid: int, turn: int) -> int:
+    """Return the thread that may hold the interpreter's lock: one that runs, the first thread before the others.
+
+    Args:
+        pid: of the process.
+        turn: how many were asked before. Not every thread that runs is Python's.
+    """
+    found: list[int] = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name)):
+        with suppress(OSError):
+            if (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "R":
+                found.append(int(task.name))
+    found = found or [pid]  # it sleeps, and keeps the lock
+    return found[turn % len(found)]
+
+
 class Block(NamedTuple):
     """A time in which a call blocked the event loop."""
 
@@ -165,6 +183,11 @@ class LoopWatch(msgspec.Struct):
             found.append(self._block(now, ended=False))
         return found
 
+    def is_mute(self, now: float) -> bool:
+        """Whether the event loop has been silent for some seconds and the process has written no stacks."""
+        silent_s = 0.0 if self.beat is None else now - self.since - self.excused_s
+        return silent_s >= ASK_AFTER_S and not self.was_said and not newest_dump(self.stacks)
+
     def end(self, now: float) -> list[Block]:
         """Return the block in which the process ended."""
         blocked = self._ended(now)
@@ -219,7 +242,7 @@ async def wait_until_still(
     """
     look_s, judge_s = (min(every_s, limit_s / LOOKS_PER_LIMIT) for every_s in (LOOK_EVERY_S, JUDGE_EVERY_S))
     heartbeats.forget()
-    watch = LoopWatch()
+    watch, asked, turn = LoopWatch(), pid, 0
     still_s, patience_s, sign = 0.0, max(limit_s, FIRST_WITHIN_S), False
     looked = judged = time.monotonic()
     try:
@@ -227,11 +250,17 @@ async def wait_until_still(
             with anyio.move_on_after(look_s):
                 await heartbeats.wait()
             now, (beats, stacks) = time.monotonic(), heartbeats.read()
+            if watch.beat is not None:
+                stacks = of_thread(stacks, watch.beat.loop_thread if asked == pid else 0)
             times = thread_times(pid)
             for block in watch.look(
                 now, waited_s=now - looked, planned_s=look_s, beats=beats, stacks=stacks, times=times
             ):
                 blocked(block)
+            if watch.is_mute(now):
+                asked, turn = thread_to_ask(pid, turn), turn + 1
+                with suppress(ProcessLookupError):
+                    os.kill(asked, ASKS)  # Linux gives the signal to the thread that is named
             looked, sign = now, sign or bool(beats)
             if now - judged >= judge_s:
                 patience_s = limit_s if sign else patience_s

@@ -21,6 +21,7 @@ from runtime.node.supervisor.heartbeats import (
     without_core,
 )
 from runtime.node.supervisor.state_changes import Blocked, Exited, Silent, Started
+from runtime.process.heartbeat import ASKS, PULSE_VARIABLE
 from runtime.settings.processes import ProcessSpec, SendsHeartbeats, longest_silence_s
 from tests.runtime.node.supervisor.test_supervisor import Changes, said, supervising
 
@@ -238,11 +239,12 @@ def test_a_kernel_without_counters_of_the_scheduler_excuses_nothing() -> None:
     assert without_core(none, none, 1.0) == 0.0
 
 
-BLOCKING = ACTOR.replace("await anyio.sleep(0.2)", "import ctypes, re, time; await anyio.sleep(0.5)")
+BLOCKING = ACTOR.replace("await anyio.sleep(0.2)", "import ctypes, re, threading, time; await anyio.sleep(0.5)")
 CALLS = {
     "time.sleep(600)": "time.sleep",
     're.match("(a+)+$", 100 * "a" + "b")': "a regular expression holds the interpreter's lock",
-    "ctypes.PyDLL(None).sleep(600)": "and so does a library that sleeps",
+    "ctypes.PyDLL(None).read(os.pipe()[0], bytes(1), 1)": "and so does a library that waits",
+    'threading.Thread(target=lambda: re.match("(a+)+$", 100 * "a" + "b")).start()': "another thread holds it",
 }
 
 
@@ -283,8 +285,33 @@ async def test_a_blocking_call_is_named_though_it_holds_the_interpreters_lock(tm
             number = int(change.spec.name.removeprefix("a"))
             assert (change.culprit.function, change.culprit.is_ours) == (f"key.{number}", False)
             assert f"tool_{number}.py:" in change.culprit.place
-            assert "in with_tool" in change.culprit.place
+            assert f" in {'<lambda>' if 'lambda' in list(CALLS)[number] else 'with_tool'}" in change.culprit.place
         for number in range(len(CALLS)):
             log = (tmp_path / "logs" / f"a{number}.jsonl").read_text()
             assert '"event":"event_loop_blocked"' in log
-            assert "in with_tool" in log
+            assert f"tool_{number}.py" in log
+
+
+@pytest.mark.slow
+async def test_a_process_that_goes_on_after_a_stop_reads_no_frames_of_threads_that_run() -> None:
+    """faulthandler's own timer did, without the interpreter's lock: the process could end by SIGSEGV."""
+    written, given = os.pipe()
+    environment = {**os.environ, PULSE_VARIABLE: str(given), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ACTOR]
+    async with await anyio.open_process(command, env=environment, pass_fds=[given]) as process:
+        os.close(given)
+        assert process.stdout is not None
+        await process.stdout.receive()
+        os.kill(process.pid, signal.SIGSTOP)
+        await anyio.sleep(5.5)  # longer than a call may hold the lock before its stack is written
+        os.kill(process.pid, signal.SIGCONT)
+        await anyio.sleep(1.0)
+        os.kill(process.pid, ASKS)
+        await anyio.sleep(0.5)
+        process.kill()
+    text = os.read(written, 1 << 16).decode()
+    os.close(written)
+    after_stop, asked, own = text.partition("Stack (most recent call first)")
+    assert "Timeout (0:" not in after_stop
+    assert asked
+    assert "Thread" not in own
