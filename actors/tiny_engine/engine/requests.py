@@ -76,6 +76,7 @@ class Request:
     )  # log-probs and ids at these places, likeliest first
     spans: list[Span] = field(default_factory=list[Span])
     num_retractions: int = 0
+    num_cached: int = 0  # prompt tokens that a running request had
     num_reported: int = 0  # streamed tokens
     aborted: bool = False  # ends with its next token
     finish: Finish | None = None

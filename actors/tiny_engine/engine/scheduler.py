@@ -128,12 +128,15 @@ class Scheduler:
     def _admitted(self) -> list[Request]:
         """Take requests from the queue, in order, as far as free slots, prefill tokens and cache allow."""
         admitted: list[Request] = []
-        longest = total = 0
+        longest = total = num_computed = 0
         room = self.max_total_tokens - self.slots.num_used_tokens - HEADROOM * len(self.slots.requests)
         while self.waiting and len(admitted) < self.slots.num_free:
-            longest = max(longest, self.waiting[0].num_tokens)
-            total += self.waiting[0].num_tokens + HEADROOM
-            if admitted and longest * (len(admitted) + 1) > MAX_PREFILL_TOKENS:
+            request = self.waiting[0]
+            longest = max(longest, request.num_tokens)
+            total += request.num_tokens + HEADROOM
+            if not (admitted and request.prompt_ids == admitted[-1].prompt_ids and not request.output_ids):
+                num_computed += 1  # others of its group, which follow it, are copied
+            if admitted and longest * num_computed > MAX_PREFILL_TOKENS:
                 break
             if total > room and (admitted or self.slots.requests):
                 break  # a single request always fits: the server bounds the context by the total

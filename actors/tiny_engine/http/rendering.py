@@ -119,7 +119,7 @@ def _meta_info(request: Request, progress: Progress, version: str, clock: Clock)
     meta: dict[str, Any] = {"id": request.rid, "finish_reason": _finish_reason(request, finish)}
     if finish is None or not finish.queued:  # SGLang omits these for a request aborted in the queue
         meta["prompt_tokens"] = len(request.prompt_ids)
-        meta["cached_tokens"] = 0
+        meta["cached_tokens"] = request.num_cached
         meta["cached_tokens_details"] = None
         meta["num_retractions"] = request.num_retractions
     meta["completion_tokens"] = progress.num_tokens

@@ -7,6 +7,7 @@ Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D h
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloa
 CHECKSUM_DIGITS: Final = 16
 SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
+_STAMPS: Final = itertools.count(1)
 Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
 
 
@@ -76,9 +78,11 @@ class Weights:
     layers: list[Layer]
     named: dict[str, Tensor]
     dtypes: dict[str, str] = field(default_factory=dict[str, str])
+    stamp: int = 0  # changes with the values: what was computed under another stamp is of other weights
 
     def settle(self) -> None:
-        """Recompute derived tensors. Call it after the named tensors changed."""
+        """Recompute derived tensors and change the stamp. Call it after the named tensors changed."""
+        self.stamp = next(_STAMPS)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         for layer in self.layers:
             if layer.qk_norm is not None:

@@ -1,12 +1,14 @@
 """KV cache: one contiguous slot per running request, filled by prefill and extended by decode.
 
 Running requests occupy the first slots, so a decode works on plain slices. When requests end, the last ones move
-into the holes.
+into the holes. Requests with equal tokens, such as the samples of a group, are prefilled once: the others copy the
+keys and values.
 
 Shapes: S slots, n running, L layers, H heads, K KV heads, D head size, C capacity in tokens, B x Q prefill.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -33,11 +35,20 @@ class SampledTokens(NamedTuple):
     masks: dict[int, tuple[list[int], float]] = {}  # by slot: the kept tokens, and the log-prob among them
 
 
+class Prefilled(NamedTuple):
+    """What the prefill of a slot computed: the hidden state of the last token, under the weights of a stamp."""
+
+    ids: bytes
+    state: Tensor  # [E]
+    stamp: int
+
+
 class KvSlots:
     """Running requests and their KV cache. Runs on one thread, in inference mode."""
 
     def __init__(self, weights: Weights, *, num_slots: int, context_length: int) -> None:
         self.requests: list[Request] = []  # running, by slot
+        self._prefilled: list[Prefilled] = []  # by slot
         self.weights = weights
         self.num_slots = num_slots
         self.context_length = context_length
@@ -61,18 +72,21 @@ class KvSlots:
         return int(self._ints[: len(self.requests), _POSITION].sum())
 
     def prefill(self, requests: Sequence[Request]) -> SampledTokens:
-        """Put requests into the next free slots: compute their tokens so far and sample one more for each."""
-        first, size = len(self.requests), len(requests)
-        lengths = [request.num_tokens for request in requests]
-        longest = max(lengths)
-        self._reserve(longest + 1)
-        ids = [request.prompt_ids + request.output_ids for request in requests]
-        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
-        self._seat(requests, lengths)
-        states = self._prefill_states(padded, first)
-        self._score_prompts(requests, states)
-        last = states[torch.arange(size), torch.tensor(lengths) - 1]
-        return self._draw(last, first)
+        """Put requests into the next free slots: compute their tokens so far and sample one more for each.
+
+        Tokens of a running request, or of an earlier one of these, are copied instead. Copies take the last slots.
+        """
+        first = len(self.requests)
+        computed, copied = self._split(requests)
+        seated = [*computed, *copied]
+        lengths = [request.num_tokens for request in seated]
+        self._reserve(max(lengths) + 1)
+        self._seat(seated, lengths)
+        if computed:
+            self._compute(computed, first)
+        if copied:
+            self._copy(copied, first + len(computed))
+        return self._draw(torch.stack([each.state for each in self._prefilled[first:]]), first)
 
     def decode(self) -> SampledTokens:
         """Advance every running request by one token."""
@@ -99,11 +113,12 @@ class KvSlots:
             self._cache[:, holes, :, :used] = self._cache[:, movers, :, :used]
             for hole, mover in zip(holes, movers, strict=True):
                 self.requests[hole] = self.requests[mover]
-        del self.requests[remaining:]
+                self._prefilled[hole] = self._prefilled[mover]
+        del self.requests[remaining:], self._prefilled[remaining:]
 
     def clear(self) -> list[Request]:
         """Free all slots and return their requests, in slot order."""
-        requests, self.requests = self.requests, []
+        requests, self.requests, self._prefilled = self.requests, [], []
         self._num_greedy = self._num_truncating = self._num_floored = 0
         return requests
 
@@ -149,6 +164,47 @@ class KvSlots:
         self._num_greedy += sign * request.sampling.greedy
         self._num_truncating += sign * request.sampling.truncates
         self._num_floored += sign * (request.stopping.floor > 0)
+
+    def _split(self, requests: Sequence[Request]) -> tuple[dict[Request, bytes], dict[Request, int]]:
+        """Return the requests to compute, with their tokens, and those to copy, with the slots to copy from.
+
+        A prompt whose log-probs are wanted is computed: slots keep the last hidden state alone.
+        """
+        stamp, first = self.weights.stamp, len(self.requests)
+        holders = {each.ids: slot for slot, each in enumerate(self._prefilled) if each.stamp == stamp}
+        computed: dict[Request, bytes] = {}
+        copied: dict[Request, int] = {}
+        for request in requests:
+            ids = array("q", request.prompt_ids + request.output_ids).tobytes()
+            source = holders.get(ids)
+            if source is None or _wants_scores(request):
+                holders[ids] = first + len(computed)
+                computed[request] = ids
+            else:
+                copied[request] = source
+        return computed, copied
+
+    def _compute(self, requests: Mapping[Request, bytes], first: int) -> None:
+        """Fill the slots from `first` on with the keys and values of requests, given with their tokens."""
+        ids = [request.prompt_ids + request.output_ids for request in requests]
+        ends = [len(row) for row in ids]
+        longest = max(ends)
+        states = self._prefill_states(torch.tensor([row + [0] * (longest - len(row)) for row in ids]), first)
+        self._score_prompts(list(requests), states)
+        last = states[torch.arange(len(ends)), torch.tensor(ends) - 1]
+        stamp = self.weights.stamp
+        self._prefilled += [Prefilled(own, state, stamp) for own, state in zip(requests.values(), last, strict=True)]
+
+    def _copy(self, sources: Mapping[Request, int], first: int) -> None:
+        """Fill the slots from `first` on with the keys and values of other slots, given with the requests."""
+        rows = torch.tensor(list(sources.values()))
+        longest = max(request.num_tokens for request in sources)
+        for layer in self._cache:
+            layer[first : first + len(rows), :, :longest] = layer[rows, :, :longest]
+        self._prefilled += [self._prefilled[source] for source in sources.values()]
+        for request in sources:
+            if not request.output_ids:
+                request.num_cached = len(request.prompt_ids)
 
     def _prefill_states(self, ids: Tensor, first: int) -> Tensor:
         """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
@@ -231,15 +287,19 @@ class KvSlots:
     def _score_prompts(self, requests: Sequence[Request], states: Tensor) -> None:
         """Fill `input_log_probs` and `input_top` where requested, without temperature, as SGLang does."""
         for row, request in enumerate(requests):
-            start, end = request.logprob_start, len(request.prompt_ids) - 1
-            if start < 0 or request.input_log_probs is not None:
+            if not _wants_scores(request):
                 continue
+            start, end = request.logprob_start, len(request.prompt_ids) - 1
             log_probs = F.linear(states[row, start:end], self.weights.head).log_softmax(-1)
             following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
             request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
             if request.num_top and len(following):
                 values, ids = log_probs.topk(request.num_top, dim=1)
                 request.input_top = values.tolist(), ids.tolist()
+
+
+def _wants_scores(request: Request) -> bool:
+    return request.logprob_start >= 0 and request.input_log_probs is None
 
 
 def _kind(wanted: Sampling) -> float:

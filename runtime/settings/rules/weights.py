@@ -49,7 +49,7 @@ def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Pr
 
     A request that waits at an engine during a weight update would be prefilled from prefixes of older weights, but
     labelled with the new ones. The rollout actor finds such an answer if it chose the engine and so knows its version.
-    The tiny engine has no prefix cache; external servers are queried at run time.
+    The tiny engine shares prompts within a weight version alone; external servers are queried at run time.
     """
     mode = topology.rollout.on_weight_update
     if mode != "in_place" or engine.kind == "tiny" or engine.urls or answers_are_recorded(topology):
