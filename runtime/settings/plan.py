@@ -37,6 +37,7 @@ from runtime.settings.sizes import (
 )
 from runtime.settings.tables.rollout import RolloutConfig
 from runtime.settings.tables.trainer import TrainerConfig
+from runtime.settings.terms import terms_of_all
 from runtime.settings.topology import (
     POLICY,
     REFERENCE,
@@ -109,8 +110,17 @@ def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> P
         needed=needed_sizes(topology),
         kept_batches=kept_batches(topology),
         group_bytes=group_bytes(topology),
-        objective=() if topology.run.only == "rollout" else objective_of(topology),
+        objective=() if topology.run.only == "rollout" else (*objective_of(topology), *_passes(topology)),
     )
+
+
+def _passes(topology: Topology) -> tuple[PlannedTerm, ...]:
+    """Say which samples get forward and backward passes."""
+    if trains_demonstrations(topology):
+        return ()
+    named = terms_of_all(topology)
+    which = "all samples" if named else "samples with an advantage other than 0"
+    return (PlannedTerm(name="passes", formula=which, source=", ".join(named) or "no other term"),)
 
 
 def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> PlannedNode:

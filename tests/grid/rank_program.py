@@ -29,19 +29,22 @@ from tests.support.checkpoints import save
 STUCK_S = 40.0
 STEPS = {"first": (0,), "second": (1, 2)}
 LAST = 2
+FLAT: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0, 1, 2), LAST: ()}  # groups, by step
 SPOILT = {0: (3, 7, 8, 9, 10, 11, 12, 13, 14, 15), 1: (6,), LAST: (1,)}  # rollouts, by step
 
 
-def batch_of(step: int, *, spoilt: bool) -> TrainBatch:
+def batch_of(step: int, *, spoilt: bool, idle: bool) -> TrainBatch:
     """The last one is so small that some replicas have nothing to do in it.
 
     Args:
         step: its number.
         spoilt: the rewards of some rollouts are NaN.
+        idle: the rewards of some groups are equal, all of the first optimizer step of the second train step.
     """
     batch = random_batch(step) if step < LAST else random_batch(step, num_groups=1, group_size=2)
     bad_B = np.isin(batch.rollouts_B, SPOILT[step] if spoilt else ())
-    return replace(batch, rewards_B=np.where(bad_B, np.nan, batch.rewards_B))
+    rewards_B = np.where(np.isin(batch.groups_B, FLAT[step] if idle else ()), 1.0, batch.rewards_B)
+    return replace(batch, rewards_B=np.where(bad_B, np.nan, rewards_B))
 
 
 def with_told(batch: TrainBatch, topology: Topology) -> TrainBatch:
@@ -87,11 +90,18 @@ def main(rank: int, world: int, listener: socket, directory: Path, half: str) ->
         if rank < job["world"]:
             with faults.planted(job["fault"]):
                 own = dist.PrefixStore(f"{half} {number}", store)
-                train(directory / job["name"], own, rank, "again" if job["reads"] else half, spoilt=job["spoilt"])
+                train(
+                    directory / job["name"],
+                    own,
+                    rank,
+                    "again" if job["reads"] else half,
+                    spoilt=job["spoilt"],
+                    idle=job["idle"],
+                )
             gc.collect()
 
 
-def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool) -> None:
+def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool, idle: bool) -> None:
     topology = decode_topology((place / "topology.json").read_bytes())
     engine = build_rank(topology, place, store, rank)
     if rank or isinstance(engine, CriticRank):
@@ -107,7 +117,7 @@ def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool)
     metrics: list[dict[str, float]] = []
     for step in STEPS[half]:
         begun = engine.begin_publish(2) if step == LAST else None
-        batch = with_precomputed(engine, topology, batch_of(step, spoilt=spoilt))
+        batch = with_precomputed(engine, topology, batch_of(step, spoilt=spoilt, idle=idle))
         metrics.append(engine.train(batch).metrics)  # the last one beside the second export of the same weights
         if begun is not None:
             same.append(engine.finish_publish(begun, confirmed=0).checksum)

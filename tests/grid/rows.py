@@ -100,6 +100,7 @@ class Row:
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
     kept: bool = False  # log-probs are over the tokens that top-p kept
+    idle: bool = False  # some groups have equal rewards, and no term but the policy loss: their samples get no passes
     aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
     critic: bool = False  # PPO: a critic is trained, too
     critic_on: str = ""  # layout of its own ranks; empty: those of the actor
@@ -143,6 +144,7 @@ class Row:
             spoilt=self.spoilt,
             kept=self.kept,
             aged=self.aged,
+            idle=self.idle,
             critic=self.critic,
         )
 
@@ -164,6 +166,7 @@ class Row:
         parts += ["masked samples"] if self.spoilt else []
         parts += ["kept tokens"] if self.kept else []
         parts += ["old actors"] if self.aged else []
+        parts += ["idle samples"] if self.idle else []
         parts += [f"critic on {self.critic_on}" if self.critic_on else "critic"] if self.critic else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
@@ -290,6 +293,11 @@ AGED = tuple(
     Row(layout, packed=packed, aged=True)
     for layout, packed in (("DP2+DO", False), ("PP2", True), ("CP2", True), ("TP2+SP", True), ("CP2xPP2", False))
 )
+# optimizer steps in which some replicas, or all, have only samples without passes
+IDLE = tuple(
+    Row(layout, packed=packed, idle=True)
+    for layout, packed in (("DP2", True), ("PP2", False), ("CP2xDP2+DO", False), ("PP3xVPP2", True), ("DP4+DO", True))
+)
 # values, and a second model whose output layer is not sharded
 CRITIC = (
     Row("TP2+SP", packed=True, critic=True),
@@ -323,6 +331,8 @@ FEW = (
     Row("CP2", recompute=True, tied=True),
     Row("DP2", packed=True, ahead=True),
     Row("DP2+DO", spoilt=True, kept=True, aged=True),
+    Row("DP2", packed=True, idle=True),
+    Row("CP2xDP2+DO", idle=True),
     Row("TP2xDP2+DO", packed=True, recompute=True),
     Row("TP2+SPxPP2", tied=True),
     Row("PP2xDP2", packed=True, tied=True),
@@ -353,6 +363,7 @@ ALL = (
     *SPOILT,
     *KEPT,
     *AGED,
+    *IDLE,
     *CRITIC,
     *CRITIC_APART,
     *(

@@ -39,6 +39,9 @@ CRITIC = "critic."  # begins the names of its tensors in a checkpoint
 NOISE = 0.05  # in norms and all else
 LOG_CHARACTERS = 4000  # of the log of ranks that fail
 
+# terms of every sample; the checkpoint after one step has the reference, which moves before the last
+FOR_ALL: dict[str, Any] = {"entropy_coef": 0.05, "ref_update_interval": 2}
+
 
 class Outcome(NamedTuple):
     """What a row's training came to."""
@@ -138,9 +141,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
     tables: dict[str, Any] = {
         "model": {"random_init": False, "dtype": row.dtype},
         "algorithm": {
-            "entropy_coef": 0.05,
-            "kl": {"type": "k1", "reward_coef" if row.critic else "loss_coef": 0.1},
-            "ref_update_interval": 2,  # the checkpoint after one step has the reference, which moves before the last
+            **({} if row.idle else FOR_ALL | {"kl": {"type": "k1", "reward_coef" if row.critic else "loss_coef": 0.1}}),
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,
@@ -168,6 +169,7 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: 
             "fault": job.fault,
             "reads": job.reads is not None,
             "spoilt": job.row.spoilt,
+            "idle": job.row.idle,
         }
         for job in jobs
     ]
@@ -217,7 +219,7 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
     return {
         "loss": max(metric(name) for name in LOSSES if name in expected.metrics[0]),
         "entropy": metric("train/entropy_loss"),
-        "KL": max(metric(name) for name in DIVERGENCES if name in expected.metrics[0]),
+        "KL": max((metric(name) for name in DIVERGENCES if name in expected.metrics[0]), default=0.0),
         "gradient norm": max(metric(name, relative=True) for name in NORMS if name in expected.metrics[0]),
         "log-probs": max((abs(one - other) for one, other in probes), default=0.0),
         "weights": max(_apart(found.weights[name], expected.weights[name]) for name in expected.weights),

@@ -168,6 +168,16 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     return found
 
 
+def idle_samples(batch: TrainBatch, advantages_N: Floats) -> Flags:
+    """Return the samples of rollouts without a trained token whose advantage is other than 0, [B].
+
+    They have no term in the loss, if no setting gives them one (`terms_of_all`).
+    """
+    has_term_N = (batch.loss_mask_N != 0) & (advantages_N != 0)  # NaN is other than 0
+    has_term_B = np.logical_or.reduceat(has_term_N, batch.starts_B)
+    return np.bincount(batch.rollouts_B, weights=has_term_B)[batch.rollouts_B] == 0
+
+
 def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats | Advantages:
     """Call the estimator, the named one or the user's, and subtract the divergence where it does not do so itself."""
     named, coef = algorithm.estimator, algorithm.kl.reward_coef

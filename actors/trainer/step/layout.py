@@ -34,8 +34,14 @@ def shared(
 def shared_equally(
     replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int, whole_rollouts: bool = False
 ) -> list[list[Ints]]:
-    """Share samples as `shared` does, with empty micro-batches up to a number that the pipeline schedule allows."""
-    shares = shared(replica, batch, samples, max_tokens=max_tokens, whole_rollouts=whole_rollouts)
+    """Share samples as `shared` does, with empty micro-batches up to a number that the pipeline schedule allows.
+
+    Without samples there is one: an optimizer step runs a pass on each rank.
+    """
+    if len(samples):
+        shares = shared(replica, batch, samples, max_tokens=max_tokens, whole_rollouts=whole_rollouts)
+    else:
+        shares = [[NO_SAMPLES] for _ in range(ranks.data_parallel_size())]
     missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
     return [[*members, *([NO_SAMPLES] * missing)] for members in shares]
 

@@ -22,7 +22,7 @@ from actors.trainer.data.skipped import Flags, names_of, samples_with, with_mask
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.functions import hook
-from actors.trainer.step.metrics import MTP_LOSS, StepTimer, reduced_sums
+from actors.trainer.step.metrics import MTP_LOSS, StepSums, StepTimer, reduced_sums
 from actors.trainer.step.objective import reducer
 from actors.trainer.step.skips import too_many
 from runtime.functions.table import STEP_HOOK
@@ -44,14 +44,25 @@ class OptimizerStep:
     micro_batches: list[MicroBatch]
     num_tokens: int  # input tokens on all replicas
     reduction: Reduction  # over the step's samples on all replicas
-    share_B: Ints  # the reduction's shares, by sample of the batch
     num_mtp_tokens: int  # tokens that the MTP layer predicts
     num_positive: int  # trained tokens of samples with a reward above 0, on all replicas
+    idle_B: Flags  # samples of the batch without passes; they count in the reduction
+    num_idle_shares: int  # shares of those of them with trained tokens, in `num_shares`
 
     @property
     def num_shares(self) -> int:
         """Denominator of the optimizer step's loss: the sum of all shares, at least 1."""
         return max(int(self.reduction.shares.sum()), 1)
+
+    @property
+    def num_measured_shares(self) -> int:
+        """Denominator of metrics of log-probs: without idle samples, whose log-probs are not known."""
+        return max(self.num_shares - self.num_idle_shares, 1)
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether a sample of the step has a forward and a backward pass."""
+        return not self.idle_B[self.samples].all()
 
     @property
     def tokens_per_share(self) -> float:
@@ -73,7 +84,7 @@ class Done(NamedTuple):
     """A completed or skipped optimizer step."""
 
     step: OptimizerStep  # without the masked samples
-    sums: Tensor  # metric sums on this replica, then its share of the denominator
+    sums: Tensor  # metric sums on this replica
     masked_B: Flags
     norm: float
     is_taken: bool
@@ -126,6 +137,7 @@ class Learner:
         samples: Ints,
         micro_batches: list[MicroBatch],
         masked_B: Flags,
+        idle_B: Flags | None = None,
     ) -> OptimizerStep:
         """Describe one optimizer step.
 
@@ -135,17 +147,19 @@ class Learner:
             samples: Samples of the step on all replicas.
             micro_batches: Micro-batches of this replica.
             masked_B: Samples whose tokens are not inputs either.
+            idle_B: Samples that are in no micro-batch. None: all are in one.
         """
-        read = samples[~masked_B[samples]]
+        idle_B = np.zeros_like(masked_B) if idle_B is None else idle_B
+        read = samples[~(masked_B | idle_B)[samples]]
         reduced = self._reduce(
             ReductionInputs(batch.mask_sums_B[samples], batch.rollouts_B[samples], batch.groups_B[samples])
         )
-        share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
-        share_B[samples] = reduced.shares
+        trained_B = np.bincount(batch.rollouts_B, weights=batch.mask_sums_B)[batch.rollouts_B] > 0
+        idle_shares = int(reduced.shares[(idle_B & trained_B)[samples]].sum())
         num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
         mtp = num_mtp_tokens(batch, samples) if self._has_mtp_layer else 0
         positive = int(batch.mask_sums_B[samples[batch.rewards_B[samples] > 0]].sum())
-        return OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp, positive)
+        return OptimizerStep(number, samples, micro_batches, num_tokens, reduced, mtp, positive, idle_B, idle_shares)
 
     def train(
         self, batch: TrainBatch, steps: Sequence[OptimizerStep], loss: StepLoss, weights_N: Tensor, timer: StepTimer
@@ -177,8 +191,16 @@ class Learner:
         return done
 
     def metrics(self, done: Sequence[Done]) -> dict[str, float]:
-        """Average the loss's metrics over the optimizer steps that were taken. NaN if there are none."""
-        sums = [one.sums for one in done if one.is_taken]
+        """Average the loss's metrics over the optimizer steps that were taken. NaN if there are none.
+
+        A sample without passes counts in the loss, where its term is 0. It counts in no other metric; without any
+        samples those are left out.
+        """
+        sums = [
+            StepSums(one.sums, one.step.num_shares, one.step.num_measured_shares, one.step.has_passes)
+            for one in done
+            if one.is_taken
+        ]
         return reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
 
     def learning_rate(self, train_step: int, number: int) -> float:
@@ -201,7 +223,7 @@ class Learner:
         self._report_masked(batch, step, np.flatnonzero(masked_B))
         kept = with_masked(batch, masked_B)
         micro_batches = [without(batch, micro_batch, masked_B) for micro_batch in step.micro_batches]
-        step = self.reduced_step(kept, step.number, step.samples, micro_batches, masked_B)
+        step = self.reduced_step(kept, step.number, step.samples, micro_batches, masked_B, step.idle_B)
         lengths = batch.lengths_B[step.samples]
         begin = int(batch.starts_B[step.samples[0]])
         weights = np.repeat(step.reduction.token_weights.astype(np.float32), lengths)
@@ -235,11 +257,10 @@ class Learner:
         """Set the gradients.
 
         Returns:
-            This replica's metric sums, followed by its share of the denominator. Then the samples with a token whose
-            loss is not finite, the same on every rank.
+            This replica's metric sums. Then the samples with a token whose loss is not finite, the same on every rank.
         """
         device = self._replica.device
-        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(self._sums), dtype=torch.float64, device=device)
         bad_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool, device=device)
 
         def summed(micro_batch: MicroBatch, outputs: Any) -> Tensor:
@@ -256,9 +277,7 @@ class Learner:
                 mtp = -outputs.mtp.sum() * step.shares_per_mtp_token
                 total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * mtp
                 terms = torch.cat([terms, mtp.detach()[None]])
-            sums[:-1] += terms
-            if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
-                sums[-1] += int(step.share_B[micro_batch.samples].sum())
+            sums.add_(terms)
             return total * step.tokens_per_share
 
         self._replica.backward(step.micro_batches, summed)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from actors.trainer.models.shapes import hf_shapes
 from runtime.util.pass_rate import pass_rates
 
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
+LOSS_TERMS: Final = ("train/loss", "train/pg_loss")  # 0 for samples without passes
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 
@@ -89,16 +90,30 @@ class StepTimer:
         return dict(self._seconds)
 
 
-def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, float]:
+class StepSums(NamedTuple):
+    """Metric sums of an optimizer step."""
+
+    own: Tensor  # on this replica
+    num_shares: int  # denominator
+    num_measured: int  # the same without samples that had no passes
+    has_passes: bool  # whether any sample had
+
+
+def reduced_sums(names: Sequence[str], steps: Sequence[StepSums]) -> dict[str, float]:
     """Average each metric over the optimizer steps. A collective of all replicas.
+
+    Samples without passes count in `LOSS_TERMS` alone. Other metrics are left out if no sample had any.
 
     Args:
         names: Names of the metrics.
-        sums: Sums of each optimizer step on this replica. The last element is its share of the denominator.
+        steps: The optimizer steps.
     """
-    total = ranks.sum_over_replicas(torch.stack(list(sums)))
-    means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
-    return dict(zip(names, means.tolist(), strict=True))
+    total = ranks.sum_over_replicas(torch.stack([step.own for step in steps]))
+    has_passes = torch.tensor([step.has_passes for step in steps])
+    whole = (total / torch.tensor([[step.num_shares] for step in steps])).mean(dim=0).tolist()
+    measured = (total / torch.tensor([[step.num_measured] for step in steps]))[has_passes].mean(dim=0).tolist()
+    means = {name: whole[place] if name in LOSS_TERMS else measured[place] for place, name in enumerate(names)}
+    return {name: mean for name, mean in means.items() if name in LOSS_TERMS or has_passes.any()}
 
 
 def difference_metrics(

@@ -8,6 +8,7 @@ import numpy as np
 
 from actors.trainer.data.batch import ExpertIds, Ints, MicroBatch, TrainBatch, only_where, with_mtp
 from actors.trainer.data.plan import split_steps
+from actors.trainer.data.skipped import Flags
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import laid_out, shared_equally
@@ -36,8 +37,12 @@ class Planner:
         self._pairs = trains_pairs(topology)
         self._max_tokens = max_sample_tokens(topology)
 
-    def steps(self, batch: TrainBatch) -> list[OptimizerStep]:
+    def steps(self, batch: TrainBatch, idle_B: Flags | None = None) -> list[OptimizerStep]:
         """Plan the optimizer steps of a batch. A collective of all ranks.
+
+        Args:
+            batch: The whole batch.
+            idle_B: Samples that get no passes. None: all get them.
 
         Raises:
             ValueError: Routing replay is on, and the engine's experts are missing or those of another model.
@@ -45,13 +50,14 @@ class Planner:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         planned: list[tuple[Ints, list[list[Ints]]]] = []
         for samples in split_steps(batch, self._num_steps):
-            shares = shared_equally(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
+            passed = samples if idle_B is None else samples[~idle_B[samples]]
+            shares = shared_equally(replica, batch, passed, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
             planned.append((samples, shares))
         routed = self._routed_experts(batch, [shares for _, shares in planned])
         steps: list[OptimizerStep] = []
         for number, (samples, shares) in enumerate(planned):
             own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
-            steps.append(self._learner.reduced_step(batch, number, samples, own, none_B))
+            steps.append(self._learner.reduced_step(batch, number, samples, own, none_B, idle_B))
         return steps
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:

@@ -35,6 +35,7 @@ from actors.trainer.step.estimator import (
     advantage_inputs,
     divergence_clamped,
     group_of_one,
+    idle_samples,
     response_mask,
     token_advantages,
     with_divergence,
@@ -72,6 +73,7 @@ from runtime.settings.derived import (
     trains_pairs,
 )
 from runtime.settings.placement import max_sample_tokens
+from runtime.settings.terms import terms_of_all
 from runtime.settings.topology import Topology
 
 
@@ -126,6 +128,7 @@ class TrainStep:
         self._demonstrations = trains_demonstrations(topology)
         self._pairs = trains_pairs(topology)
         self._measures_all = measures_all(topology)
+        self._terms_of_all = terms_of_all(topology)
         self._records_tokens = topology.observe.tokens
         try_plugins(topology, replica.device)
         self._objective = Objective(self._algorithm)
@@ -149,10 +152,12 @@ class TrainStep:
         timer, memory = StepTimer(), self._replica.memory
         self._log_probs.update_reference(batch)
         batch = batch if self._demonstrations else with_penalties(batch, self._topology)
-        steps = self._planner.steps(batch)
+        known = self._known_advantages(batch)
+        idle_B = None if known is None else idle_samples(batch, known.advantages)
+        steps = self._planner.steps(batch, idle_B)
         timer.lap("perf/plan_time")
         with memory.phase("prepare"):
-            columns = self._prepare(batch, steps, timer)
+            columns = self._prepare(batch, steps, known, timer)
             if self._postprocess is not None:
                 batch, steps, columns = self._postprocessed(self._postprocess, batch, steps, columns)
                 timer.lap("perf/postprocess_time")
@@ -172,6 +177,7 @@ class TrainStep:
         if columns.is_kept_N is not None:
             metrics |= old_actor_metrics(columns.is_kept_N.cpu().numpy(), batch)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
+        metrics["train/num_idle_samples"] = 0 if idle_B is None else int(idle_B.sum())
         timer.lap("perf/metrics_time")
         metrics |= timer.metrics() | {"perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
@@ -236,7 +242,8 @@ class TrainStep:
             loss = partial(self._loss_terms, batch.step, columns, noted)
             done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
-        took_s, lengths = timer.total - before, batch.lengths_B.tolist()
+        took_s = timer.total - before
+        lengths = batch.lengths_B[~steps[0].idle_B].tolist()
         metrics = self._learner.metrics(done) | speed_metrics(self._replica.hf, lengths, took_s, self._replica.device)
         if columns.ref_log_probs_N is None:
             metrics = {name: value for name, value in metrics.items() if name not in DIVERGENCE}
@@ -278,7 +285,16 @@ class TrainStep:
         inputs, rollouts_M = pair_inputs(batch, policy_N, ref_N)
         return sums_over_pairs(self._objective(inputs, entropy_coef=0.0), rollouts_M)
 
-    def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
+    def _known_advantages(self, batch: TrainBatch) -> Advantages | None:
+        """Compute the advantages before any pass, if samples without one need none. None: each sample has passes."""
+        if self._terms_of_all:
+            return None
+        inputs = advantage_inputs(batch, reward_keys(self._algorithm))
+        return token_advantages(inputs, self._algorithm, self._group_of_one)
+
+    def _prepare(
+        self, batch: TrainBatch, steps: list[OptimizerStep], known: Advantages | None, timer: StepTimer
+    ) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
         trainer_log_probs_N, is_kept_N = self._log_probs.of_old_policy(batch, steps)
         weight_scale = 1.0
@@ -297,7 +313,7 @@ class TrainStep:
         if teacher_log_probs_N is not None:
             columns = {"old_log_probs": old_N, "teacher_log_probs": teacher_log_probs_N}
             inputs = replace(inputs, **{name: column.astype(np.float64) for name, column in columns.items()})
-        (advantages, returns), estimates = self._estimate(batch, inputs, timer)
+        (advantages, returns), estimates = self._estimate(batch, inputs, timer) if known is None else (known, None)
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
         advantages_N, weights_N, rollout_N, trainer_N, rewards_N = (

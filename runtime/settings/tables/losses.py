@@ -26,8 +26,22 @@ class LossTable(Choice, frozen=True, kw_only=True):
     reads_old: ClassVar[bool] = True  # log-probs of the old policy
     reads_engine: ClassVar[bool] = False  # the engine's log-probs, so that no correction may do it again
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether tokens with an advantage of 0 have no loss and no gradient, whatever their log-probs are."""
+        return False
 
-class _Clipped(LossTable, frozen=True, kw_only=True):
+
+class _Proportional(LossTable, frozen=True, kw_only=True):
+    """A loss that is a product with the advantage."""
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether tokens with an advantage of 0 have no loss and no gradient, whatever their log-probs are."""
+        return True
+
+
+class _Clipped(_Proportional, frozen=True, kw_only=True):
     """A loss with clipped ratios."""
 
     # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`.
@@ -93,7 +107,7 @@ class CispoLoss(_Clipped, frozen=True, kw_only=True, tag="cispo"):
     source = "CISPO, arXiv 2506.13585"
 
 
-class DppoTvLoss(LossTable, frozen=True, kw_only=True, tag="dppo_tv"):
+class DppoTvLoss(_Proportional, frozen=True, kw_only=True, tag="dppo_tv"):
     """DPPO: drop tokens whose probability has moved too far in the direction of their advantage."""
 
     formula = "-A sg(min(r, {eps_clip_c})) log p unless |p - p_old| > {eps_clip} (up: {above})"
@@ -130,6 +144,11 @@ class _OverEngine(LossTable, frozen=True, kw_only=True):
     kl_tau: NonNegative = 1e-3
 
     @property
+    def vanishes(self) -> bool:
+        """Whether tokens with an advantage of 0 have no loss and no gradient, whatever their log-probs are."""
+        return self.kl_tau == 0
+
+    @property
     def adv(self) -> str:
         """The factor of the advantages, if it is not 1."""
         return "" if self.adv_tau == 1 else f"{self.adv_tau:g} "
@@ -160,7 +179,7 @@ class PrimeRlIpoLoss(_OverEngine, frozen=True, kw_only=True, tag="prime_rl_ipo")
     ipo_threshold: Fraction = 0.1
 
 
-class SapoLoss(LossTable, frozen=True, kw_only=True, tag="sapo"):
+class SapoLoss(_Proportional, frozen=True, kw_only=True, tag="sapo"):
     """SAPO: a smooth gate of the ratio in place of a clip."""
 
     formula = "-A sigmoid(t (r - 1)) 4 / t, t = {tau_pos} for A > 0, else {tau_neg}, r = policy / {old}"
@@ -184,7 +203,7 @@ class GmpoLoss(_Clipped, frozen=True, kw_only=True, tag="gmpo"):
     eps_clip_high: AboveZero | None = None
 
 
-class GpgLoss(LossTable, frozen=True, kw_only=True, tag="gpg"):
+class GpgLoss(_Proportional, frozen=True, kw_only=True, tag="gpg"):
     """Policy gradient without a ratio."""
 
     formula = "-A log p"

@@ -123,13 +123,14 @@ def trained(make_topology: MakeTopology, **algorithm: Any) -> tuple[dict[str, to
 
 
 def test_functions_of_the_user_train_what_the_named_ones_train(make_topology: MakeTopology, file: Path) -> None:
-    own = {
+    every: dict[str, Any] = {"get_mismatch_metrics": True}  # with a loss of the user's, each sample is passed
+    own = every | {
         "estimator": {"type": "custom", "function": f"{file}:advantages"},
         "loss": {"type": "custom", "function": f"{file}:loss"},
         "tis": {"type": "custom", "function": f"{file}:weights"},
         "reduction": {"type": "custom", "function": f"{file}:reduce"},
     }
-    weights, metrics = trained(make_topology, **NAMED)
+    weights, metrics = trained(make_topology, **every, **NAMED)
     torch.manual_seed(3)
     own_weights, own_metrics = trained(make_topology, **own)
     assert own_metrics == metrics
@@ -168,7 +169,7 @@ def test_masked_tokens_train_as_if_they_were_masked_in_the_batch(make_topology: 
     old_N = np.zeros_like(batch.rollout_log_probs_N)
     topology_of_log_probs = make_topology(algorithm=named | {"tis": {"type": "clip", "batch_normalize": True}})
     other = TrainStep(topology_of_log_probs, Replica(topology_of_log_probs, torch.device("cpu")))
-    columns = other._prepare(batch, other._planner.steps(batch), StepTimer())
+    columns = other._prepare(batch, other._planner.steps(batch), None, StepTimer())
     old_N = columns.trainer_log_probs_N.numpy()
     far_N = np.abs(old_N - batch.rollout_log_probs_N) > 2.0
     masked = replace(batch, loss_mask_N=batch.loss_mask_N * ~far_N)

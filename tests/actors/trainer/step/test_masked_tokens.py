@@ -26,11 +26,11 @@ def test_tokens_are_counted_by_rule_in_the_first_train_step_alone(make_topology:
     left_out[3] = LeftOut.TOO_LONG
     batch = replace(batch, loss_mask_N=mask, staleness_N=staleness, rollout_log_probs_N=engine, left_out_B=left_out)
     rewards = batch.rewards_B.copy()
-    rewards[batch.groups_B == 3] = 1.0  # a group without spread
+    rewards[batch.groups_B == 1] = 1.0  # a group without spread, which gets no passes
     metrics = step(replace(batch, rewards_B=rewards)).metrics
     found = {name.removeprefix(PREFIX): count for name, count in metrics.items() if name.startswith(PREFIX)}
     veto = int(batch.mask_sums_B[np.flatnonzero(batch.mask_sums_B)[-1]])
-    equal = int(batch.mask_sums_B[batch.groups_B == 3].sum())
+    equal = int(batch.mask_sums_B[batch.groups_B == 1].sum())
     assert (found["stale"], found["rejected_high"], found["rejected_low"], found["veto"]) == (2, 3, 1, veto)
     assert (found["not_finite"], found["too_long_samples"], found["invalid_samples"]) == (0, 1, 0)
     assert found["zero_advantage"] >= equal

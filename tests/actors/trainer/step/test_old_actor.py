@@ -54,7 +54,10 @@ def test_training_equals_an_independent_loop(
     make_topology: MakeTopology, tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     model = write_model(tmp_path / "weights")
-    tables = changed(**algorithm) | {"model": {"hf_checkpoint": str(tmp_path / "weights"), "random_init": False}}
+    every = {"get_mismatch_metrics": True}  # the loop below measures the entropy of all samples
+    tables = changed(**algorithm, **every) | {
+        "model": {"hf_checkpoint": str(tmp_path / "weights"), "random_init": False}
+    }
     topology = make_topology(**tables)
     replica, train = trainer(topology)
     loop = ReferenceTrainer(topology, model)

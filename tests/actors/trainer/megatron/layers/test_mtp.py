@@ -39,7 +39,11 @@ def topology_of(make_topology: MakeTopology, directory: Path, *, packed: bool = 
     per_token = settings.pop("per_token", False)
     return make_topology(
         model={"hf_checkpoint": str(directory), "random_init": False},
-        algorithm={"num_steps_per_rollout": 1, "reduction": {"type": "token-mean" if per_token else "rollout-mean"}},
+        algorithm={
+            "num_steps_per_rollout": 1,
+            "reduction": {"type": "token-mean" if per_token else "rollout-mean"},
+            "get_mismatch_metrics": True,  # every sample is passed, with the layer and without
+        },
         rollout={"temperature": 0.8},
         train={"max_tokens_per_gpu": 60},
         trainer={"packed": packed, "megatron": settings},
