@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: draw random weights from --random-seed"
     )
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations")
     add("--random-seed", type=int, default=0)
     add("--weight-version", default="default")
     add("--stream-interval", type=_within(1, MAX_CONTEXT), default=1, help="tokens per streamed chunk")

@@ -74,17 +74,26 @@ def write_generation_config(directory: Path, **values: Any) -> None:
     (directory / "generation_config.json").write_text(json.dumps(values))
 
 
-def all_logits(directory: Path, prompt_ids: list[int], output_ids: list[int]) -> torch.Tensor:
-    """Compute the logits [T, vocabulary] that predict an output, with transformers' own forward pass in float32."""
+def all_logits(
+    directory: Path, prompt_ids: list[int], output_ids: list[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Compute the logits [T, vocabulary] that predict an output, with transformers' own forward pass."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([prompt_ids + output_ids])).logits[0]
     return logits[len(prompt_ids) - 1 : -1].clone()
 
 
-def teacher_forced(directory: Path, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0) -> Any:
-    """Compute the log-probs [T] of an output with transformers' own forward pass in float32."""
-    log_probs = (all_logits(directory, prompt_ids, output_ids) / temperature).log_softmax(-1)
+def teacher_forced(
+    directory: Path,
+    prompt_ids: list[int],
+    output_ids: list[int],
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Compute the log-probs [T] of an output with transformers' own forward pass."""
+    logits = all_logits(directory, prompt_ids, output_ids, dtype).float()
+    log_probs = (logits / temperature).log_softmax(-1)
     return log_probs.gather(1, torch.tensor(output_ids)[:, None])[:, 0]

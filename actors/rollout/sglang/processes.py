@@ -100,7 +100,8 @@ def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
     engine = topology.engines[pool]
     load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
-    return _with_arguments(command, _common_arguments(topology, pool, index) | {"load_format": load_format})
+    own = {"load_format": load_format, "dtype": served_dtype(topology, engine)}
+    return _with_arguments(command, _common_arguments(topology, pool, index) | own)
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:

@@ -9,7 +9,7 @@ from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.scheduler import Detokenize, Scheduler
 from actors.tiny_engine.engine.updating import Updating
 from actors.tiny_engine.model import forward as model
-from actors.tiny_engine.model.forward import Weights
+from actors.tiny_engine.model.forward import DTYPES, SAFETENSORS_DTYPE, Weights
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import ModelDescription, ModelError, read_model
 from runtime.models.directory import CONFIG, has_file
@@ -26,6 +26,7 @@ class Settings(NamedTuple):
     random_seed: int
     dummy: bool  # initialize weights at random instead of loading them
     weight_version: str
+    dtype: str = "float32"  # of weights and activations
 
 
 class Updated(NamedTuple):
@@ -45,6 +46,7 @@ class Core:
             ModelError: the checkpoint does not match the model.
         """
         self._model = model_description
+        self._dtype = DTYPES[SAFETENSORS_DTYPE[settings.dtype]]
         self._weights = self._first_weights(directory, settings)
         self._released: set[str] = set()
         self.updating = Updating(self._held)
@@ -54,9 +56,9 @@ class Core:
     def _first_weights(self, directory: Path, settings: Settings) -> Weights:
         described = self._model
         if not settings.dummy:
-            return model.load(described.shape, directory)
+            return model.load(described.shape, directory, self._dtype)
         std, seed = described.initializer_range, settings.random_seed
-        return model.draw(described.shape, seed=seed, std=std, dtype=described.dtype)
+        return model.draw(described.shape, seed=seed, std=std, dtype=described.dtype, computed_in=self._dtype)
 
     @property
     def idle(self) -> bool:
@@ -93,7 +95,7 @@ class Core:
         """
         self._held()
         self._check_same_model(directory)
-        self._weights = model.load(self._model.shape, directory)
+        self._weights = model.load(self._model.shape, directory, self._dtype)
         self.scheduler.use_weights(self._weights)
         return self.updated(version=version, flush=flush)
 

@@ -97,6 +97,7 @@ def _core(flags: argparse.Namespace, model: ModelDescription, text: Text | None)
         random_seed=flags.random_seed,
         dummy=flags.load_format == "dummy",
         weight_version=flags.weight_version,
+        dtype=flags.dtype,
     )
     core = Core(flags.model_path, model, settings)
     if text is not None:
@@ -118,6 +119,7 @@ def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Fronte
         model_path=str(flags.model_path),
         served_model_name=flags.served_model_name or str(flags.model_path),
         load_format=flags.load_format,
+        dtype=flags.dtype,
         flags={
             "host": flags.host,
             "port": flags.port,

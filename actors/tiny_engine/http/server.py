@@ -49,6 +49,7 @@ class Identity(NamedTuple):
     model_path: str
     served_model_name: str
     load_format: str
+    dtype: str
     flags: dict[str, Any]
 
 
@@ -224,7 +225,7 @@ class TinyServer:
             "weight_version": self._frontend.version,
             "load_format": identity.load_format,
             "device": "cpu",
-            "dtype": "float32",
+            "dtype": identity.dtype,
             "quantization": None,
             **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
             "version": "physarum-embedded",

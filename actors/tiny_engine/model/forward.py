@@ -1,4 +1,4 @@
-"""Weights and forward pass of Qwen2, Qwen3 and Llama in plain tensor operations, float32.
+"""Weights and forward pass of Qwen2, Qwen3 and Llama in plain tensor operations, in float32 or bfloat16.
 
 Weights are stored fused, for the forward pass. `Weights.named` holds views of them by Hugging Face name, for
 loading and random initialization.
@@ -105,12 +105,12 @@ def _checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:CHECKSUM_DIGITS]
 
 
-def allocate(config: ModelShape) -> Weights:
-    """Allocate weights. Their values are undefined until they are loaded or initialized."""
+def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
+    """Allocate weights in the dtype to compute in. Their values are undefined until they are loaded or initialized."""
     named: dict[str, Tensor] = {}
 
     def make(names: tuple[str, ...], rows: tuple[int, ...], *rest: int) -> Tensor:
-        fused = torch.empty(sum(rows), *rest)
+        fused = torch.empty(sum(rows), *rest, dtype=dtype)
         named.update(zip(names, fused.split(list(rows)), strict=True))
         return fused
 
@@ -150,13 +150,13 @@ def _allocate_layer(config: ModelShape, prefix: str, make: Callable[..., Tensor]
     )
 
 
-def load(config: ModelShape, directory: Path) -> Weights:
-    """Read a safetensors checkpoint into new memory.
+def load(config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    """Read a safetensors checkpoint into new memory, in the dtype to compute in.
 
     Raises:
         ModelError: a file is missing or damaged, or names, shapes or dtypes do not fit the model.
     """
-    weights = allocate(config)
+    weights = allocate(config, dtype)
     if config.tie_word_embeddings:
         weights.named["lm_head.weight"] = weights.embedding  # some writers store the tied head a second time
     try:
@@ -191,7 +191,7 @@ def _load_file(weights: Weights, file: Path) -> None:
             weights.dtypes[name] = dtype
 
 
-def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
+def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: torch.dtype = torch.float32) -> Weights:
     """Initialize weights at random: norms 1, biases 0, others normal with `std` and rounded to `dtype`.
 
     Args:
@@ -199,9 +199,10 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
         seed: seed of the generator.
         std: standard deviation.
         dtype: Hugging Face name of a dtype.
+        computed_in: dtype of the weights in memory; the same numbers are drawn for each.
     """
     spelled = SAFETENSORS_DTYPE[dtype]
-    weights = allocate(config)
+    weights = allocate(config, computed_in)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in weights.named.items():
         if name.endswith("norm.weight"):
@@ -209,8 +210,8 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
         elif name.endswith(".bias"):
             tensor.zero_()
         else:
-            tensor.normal_(0.0, std, generator=generator)
-            tensor.copy_(tensor.to(DTYPES[spelled]))
+            drawn = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+            tensor.copy_(drawn.to(DTYPES[spelled]))
         weights.dtypes[name] = spelled
     weights.settle()
     return weights
@@ -265,7 +266,7 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
 
 def released(weights: Weights) -> Weights:
     """Placeholder for released weights of the same model; it holds no memory."""
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=weights.embedding.dtype)
     return Weights(
         config=weights.config,
         embedding=nothing,
@@ -279,7 +280,7 @@ def released(weights: Weights) -> Weights:
 
 def zeros(weights: Weights) -> Weights:
     """Allocate weights of the same model, all zero; a weight update fills them later."""
-    fresh = allocate(weights.config)
+    fresh = allocate(weights.config, weights.embedding.dtype)
     fresh.dtypes = dict(weights.dtypes)
     if "lm_head.weight" in fresh.dtypes:
         fresh.named.setdefault("lm_head.weight", fresh.embedding)

@@ -58,6 +58,7 @@ class KvSlots:
         self._num_greedy = 0
         self._num_truncating = 0
         self._num_floored = 0
+        self._num_tempered = 0
         self._cache = torch.empty(0)
         self._allocate(0)
 
@@ -119,7 +120,7 @@ class KvSlots:
     def clear(self) -> list[Request]:
         """Free all slots and return their requests, in slot order."""
         requests, self.requests, self._prefilled = self.requests, [], []
-        self._num_greedy = self._num_truncating = self._num_floored = 0
+        self._num_greedy = self._num_truncating = self._num_floored = self._num_tempered = 0
         return requests
 
     def free(self) -> None:
@@ -132,12 +133,13 @@ class KvSlots:
         heads = 2 * config.num_kv_heads
         old, used, self._capacity = self._cache, self._capacity, capacity
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
-        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, config.head_dim)
+        dtype = self.weights.embedding.dtype
+        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, config.head_dim, dtype=dtype)
         if self.requests:
             self._cache[:, :, :, :used] = old
         self._rows = [layer.view(-1, config.head_dim) for layer in self._cache]  # a row per slot, head and position
         self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
-        self._rope = rope_table(config.rope, config.head_dim, capacity)
+        self._rope = rope_table(config.rope, config.head_dim, capacity).to(dtype)  # rounded as in transformers
         self._range = torch.arange(capacity)
 
     def _reserve(self, length: int) -> None:
@@ -164,6 +166,7 @@ class KvSlots:
         self._num_greedy += sign * request.sampling.greedy
         self._num_truncating += sign * request.sampling.truncates
         self._num_floored += sign * (request.stopping.floor > 0)
+        self._num_tempered += sign * (request.sampling.temperature != 1.0)
 
     def _split(self, requests: Sequence[Request]) -> tuple[dict[Request, bytes], dict[Request, int]]:
         """Return the requests to compute, with their tokens, and those to copy, with the slots to copy from.
@@ -228,7 +231,9 @@ class KvSlots:
         config = self.weights.config
         num, kv_heads, size = len(self.requests), config.num_kv_heads, config.head_dim
         rows = (self._row_of[:num] + positions.unsqueeze(1)).view(-1)
-        mask = torch.zeros(num, longest).masked_fill_(self._range[:longest] > positions.unsqueeze(1), NEVER)
+        mask = torch.zeros(num, longest, dtype=self._cache.dtype).masked_fill_(
+            self._range[:longest] > positions.unsqueeze(1), NEVER
+        )
         mask = mask[:, None, None]
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
@@ -245,10 +250,12 @@ class KvSlots:
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""
         ints, floats = self._ints[first : len(self.requests)], self._floats[first : len(self.requests)]
-        logits = F.linear(states, self.weights.head)
+        logits = F.linear(states, self.weights.head).float()
         if self._num_floored:
             self._forbid_stops(logits, first)
-        log_probs = (logits / floats[:, _TEMPERATURE, None]).log_softmax(-1)
+        if self._num_tempered:
+            logits /= floats[:, _TEMPERATURE, None]
+        log_probs = logits.log_softmax(-1)
         uniform = sampling.uniforms(ints[:, _SEED], ints[:, _POSITION])
         tokens = sampling.draw(log_probs, uniform)
         kinds = floats[:, _KIND]
@@ -290,7 +297,7 @@ class KvSlots:
             if not _wants_scores(request):
                 continue
             start, end = request.logprob_start, len(request.prompt_ids) - 1
-            log_probs = F.linear(states[row, start:end], self.weights.head).log_softmax(-1)
+            log_probs = F.linear(states[row, start:end], self.weights.head).float().log_softmax(-1)
             following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
             request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
             if request.num_top and len(following):

@@ -49,7 +49,7 @@ def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         Tokens [n], none with probability zero: scaling by the last sum keeps the target below it despite rounding.
     """
-    cumulative = log_probs.exp().cumsum(-1)
+    cumulative = log_probs.exp().cumsum_(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 

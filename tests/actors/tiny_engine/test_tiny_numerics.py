@@ -203,6 +203,32 @@ def test_bfloat16_weights_compute_in_float32(qwen3: Path, tmp_path: Path) -> Non
     assert_teacher_forced(tmp_path, request)
 
 
+def test_bfloat16_computes_as_exactly_as_transformers_does(tmp_path: Path) -> None:
+    """The yardstick is transformers' own rounding, on the same weights: no tolerance of ours."""
+    write_model(tmp_path, **LLAMA, hidden_size=128, num_hidden_layers=4)
+    write_weights(tmp_path, tmp_path, seed=3, dtype=torch.bfloat16)
+    scheduler = scheduler_of(tmp_path, dtype=torch.bfloat16)
+    requests = [request_of(str(index), prompt, limit=40) for index, prompt in enumerate(PROMPTS)]
+    scheduler.submit(requests)
+    run_out(scheduler)
+    ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
+    for request in requests:
+        exact = teacher_forced(tmp_path, request.prompt_ids, request.output_ids)
+        rounded = teacher_forced(tmp_path, request.prompt_ids, request.output_ids, dtype=torch.bfloat16)
+        ours.append(torch.tensor(request.log_probs) - exact)
+        theirs.append(rounded - exact)
+    assert 0 < torch.cat(ours).abs().mean() < 1.5 * torch.cat(theirs).abs().mean()
+
+
+def test_drawn_weights_are_the_same_numbers_in_each_dtype(qwen3: Path) -> None:
+    shape = read_model(qwen3).shape
+    single = model.draw(shape, seed=1, std=0.02, dtype="bfloat16").named
+    half = model.draw(shape, seed=1, std=0.02, dtype="bfloat16", computed_in=torch.bfloat16).named
+    for name, tensor in half.items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), single[name], atol=0, rtol=0)
+
+
 def test_drawn_weights_depend_on_the_seed_alone(qwen3: Path) -> None:
     shape = read_model(qwen3).shape
     first, again, other = (model.draw(shape, seed=seed, std=0.02, dtype="bfloat16").checksums() for seed in (1, 1, 2))
@@ -210,9 +236,14 @@ def test_drawn_weights_depend_on_the_seed_alone(qwen3: Path) -> None:
 
 
 def scheduler_of(
-    directory: Path, *, num_slots: int = 8, version: str = "0", max_total_tokens: int | None = None
+    directory: Path,
+    *,
+    num_slots: int = 8,
+    version: str = "0",
+    max_total_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Scheduler:
-    weights = model.load(read_model(directory).shape, directory)
+    weights = model.load(read_model(directory).shape, directory, dtype)
     return Scheduler(
         KvSlots(weights, num_slots=num_slots, context_length=512), version=version, max_total_tokens=max_total_tokens
     )
