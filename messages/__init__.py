@@ -38,6 +38,7 @@ from messages.engines import (
     WeightSyncEnded,
 )
 from messages.events import (
+    MAX_PROBE_TOKENS,
     ActorExited,
     ActorStarted,
     BatchTrained,
@@ -112,6 +113,7 @@ from messages.work import (
 )
 
 __all__ = [
+    "MAX_PROBE_TOKENS",
     "ActorDescribed",
     "ActorExited",
     "ActorStarted",

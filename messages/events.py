@@ -1,7 +1,7 @@
 """The event plane: small, public facts. messages.ledger has the events that only the buffer writes."""
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -307,6 +307,9 @@ class CheckpointSetAside(Message, kw_only=True, tag="checkpoint_set_aside"):
     reason: str  # which file is damaged, and how
 
 
+MAX_PROBE_TOKENS: Final = 64
+
+
 class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed tokens and their log-probs under the announced weights. An engine with these weights returns the same.
 
@@ -316,6 +319,7 @@ class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: tuple[int, ...]  # [P], a prompt
     log_probs: tuple[float, ...]  # [P], natural log at temperature 1, given the previous tokens; 0 for the first
+    spreads: dict[str, float] = {}  # by dtype: how far rounding in it moves these log-probs, on average in nats
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.log_probs) or len(self.token_ids) < 2:
@@ -358,6 +362,7 @@ class PromptsLoaded(Message, kw_only=True, tag="prompts_loaded"):
     num_too_long: int  # skipped prompts over the prompt limit
     took_s: float
     fingerprint: str = ""  # of the prompts in their order; a run does not resume with other prompts
+    first_ids: tuple[int, ...] = ()  # token ids of the first prompts, one after another, for the weight probe
 
 
 @register

@@ -5,7 +5,7 @@ Rank 0 calls them. Those that `on_all_ranks` decorates are carried out by all ra
 
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.plugins.functions import hook
 from actors.trainer.ranks import RankCalls, on_all_ranks
 from actors.trainer.step.critic import Critic
-from actors.trainer.step.probe import probe, probe_tokens
+from actors.trainer.step.probe import Prober, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.remote_critic import RemoteCritic
 from actors.trainer.step.reward_model import RewardModelStep
@@ -138,7 +138,8 @@ class TrainerRank:
             weight_format=self._weight_format,
             shapes=hf_shapes(hf),
         )
-        self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
+        self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
+        self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0
         if topology.trainer.optimizer.optimizer_cpu_offload:
             for replica in self._replicas:
                 replica.rest(run_directory)
@@ -294,7 +295,7 @@ class TrainerRank:
         self._writer.begin_export(
             str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base
         )
-        return Unpublished(begun, self._probe(), 0.0)
+        return Unpublished(begun, self._probe(self.prompt_ids()), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
         """Gather the next bucket, unless one is still being written.
@@ -348,7 +349,7 @@ class TrainerRank:
     def unwritten(self) -> Published:
         """Probe the weights, for engines that receive them without files."""
         begin = time.perf_counter()
-        probed = self._probe()
+        probed = self._probe(self.prompt_ids())
         itemsize = {"bfloat16": 2, "fp8": 1}.get(self._weight_format, DTYPES[self._topology.model.dtype].itemsize)
         size_bytes = num_weights(self._replica.hf) * itemsize
         return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
@@ -447,9 +448,9 @@ class TrainerRank:
         return path
 
     @on_all_ranks
-    def _probe(self) -> WeightProbe:
+    def _probe(self, prompt_ids: tuple[int, ...]) -> WeightProbe:
         """Compute the log-probs of the probe."""
-        return probe(self._replica, self._probe_tokens)
+        return self._prober.probe(prompt_ids)
 
     @contextmanager
     def _optimizers_at_hand(self) -> Generator[None]:

@@ -111,6 +111,7 @@ class Leader:
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
+        rank.prompt_ids = lambda: feed.history.for_probe
         self._colocation = colocation
         self._held_out = held_out
         self._precomputer = LogProbPrecomputer(topology, feed, torch_thread, rank)

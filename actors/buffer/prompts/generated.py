@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from actors.buffer.prompts.prompts import LoadedData, Reader, fingerprint_of
+from actors.buffer.prompts.prompts import LoadedData, Reader, fingerprint_of, first_ids_of
 from actors.buffer.prompts.source_worker import Drawn
 from messages import Prompt, PromptsLoaded
 from runtime.data.data_files import DataError, Record
@@ -53,7 +53,14 @@ class GeneratedPrompts:
             message = "returned another row for the same number on a second call; restarts need the same row"
             raise DataError(f"{data.source}: {message}")
         took_s, of_first = time.monotonic() - began, fingerprint_of(first)
-        event = PromptsLoaded(data=data.name, num_prompts=0, num_too_long=0, took_s=took_s, fingerprint=of_first)
+        event = PromptsLoaded(
+            data=data.name,
+            num_prompts=0,
+            num_too_long=0,
+            took_s=took_s,
+            fingerprint=of_first,
+            first_ids=first_ids_of(first),
+        )
         self.evals: Mapping[str, tuple[Prompt, ...]] = {item.name: item.prompts for item in evals}
         self.loaded = (event, *(item.event for item in evals))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from actors.buffer.prompts.rendering import END_OF_THOUGHT, Rendered, Rendering
 from actors.buffer.prompts.tokenizing import Messages, Tokenizing
-from messages import Int32Array, Prompt, PromptsLoaded
+from messages import MAX_PROBE_TOKENS, Int32Array, Prompt, PromptsLoaded
 from runtime.data.chat import ANSWERS, calls_of
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
@@ -34,6 +34,7 @@ class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
             num_too_long=self.num_too_long,
             took_s=self.took_s,
             fingerprint=fingerprint_of(self.prompts),
+            first_ids=first_ids_of(self.prompts),
         )
 
 
@@ -131,6 +132,16 @@ def _prompt(row: Row, text: str, ids: Int32Array, rm_type: str | None, data: Dat
         metadata=row.metadata,
         rm_type=rm_type,
     )
+
+
+def first_ids_of(prompts: Iterable[Prompt]) -> tuple[int, ...]:
+    """Token ids of the first prompts, one after another, as many as a weight probe has at most."""
+    found: list[int] = []
+    for prompt in prompts:
+        if len(found) >= MAX_PROBE_TOKENS:
+            break
+        found += prompt.prompt_ids[:MAX_PROBE_TOKENS].tolist()
+    return tuple(found[:MAX_PROBE_TOKENS])
 
 
 def fingerprint_of(prompts: Iterable[Prompt]) -> str:

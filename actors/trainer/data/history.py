@@ -16,6 +16,7 @@ from messages import (
     Message,
     PayloadsMissing,
     PhaseChanged,
+    PromptsLoaded,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -37,6 +38,7 @@ HISTORY: Final[tuple[type[Message], ...]] = (
     GroupsClosed,
     PayloadsMissing,
     PhaseChanged,
+    PromptsLoaded,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -65,6 +67,7 @@ class History:
         self.refusal = ""  # text of the newest refusal
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that a published version contains
         self.current_phase: CurrentPhase | None = None  # colocation: which side has the GPUs; not in snapshots
+        self.for_probe: tuple[int, ...] = ()  # tokens of the first prompts; not in snapshots
         self.requested_step = 0  # newest step of a requested checkpoint
         self._steps = Steps(
             incarnation=ledger.incarnation,
@@ -141,6 +144,8 @@ class History:
                 if batch is not None and self._steps.takes_batch(batch):
                     self._steps.make(batch.step, Batch(groups=batch.groups))
                     self.settle(self.settled)
+            case PromptsLoaded():
+                self.for_probe = self.for_probe or event.first_ids
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():

@@ -54,6 +54,7 @@ _NAMES: Final = {
     "MoEAuxLossAutoScaler": "transformer.moe.moe_utils",
     "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
     "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
+    "TransformerLayer": "transformer.transformer_layer",
     "checkpoint": "tensor_parallel",
 }
 
@@ -138,5 +139,6 @@ weighted_bias_swiglu_impl: Any = _parts["weighted_bias_swiglu_impl"]
 MoEAuxLossAutoScaler: Any = _parts["MoEAuxLossAutoScaler"]
 MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
 get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]
+TransformerLayer: Any = _parts["TransformerLayer"]
 recomputed: Any = _parts["checkpoint"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -7,8 +7,8 @@ Three properties are compared; each detects errors that the others miss:
   checksums, different files different ones. This detects an engine that reports success and loads nothing, however
   small a train step is.
 - The engine's log-probs of the probe are compared with the trainer's. This detects weights that are wrong on all
-  engines, such as a tensor that was never sent, or random weights. It misses a train step that changes less than the
-  tolerance.
+  engines, such as a tensor that was never sent, or random weights. It misses what changes less than the tolerance,
+  which follows from what rounding does to the trainer's own log-probs of these tokens.
 """
 
 import math
@@ -21,9 +21,10 @@ from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.tables.engines import Verify, WeightFormat
 
 SMALL_BYTES: Final = 4 << 30  # size of the files: 1e9 parameters in float32, or 2e9 in bfloat16
-TOLERANCE: Final = 1e-3  # in nats, if trainer and engine compute in float32
-ROUGH_TOLERANCE: Final = 2e-2  # in nats, if one of them does not
-FP8_TOLERANCE: Final = 3e-1  # in nats, if the engine computes in FP8; an estimate, not measured yet
+NUM_SPREADS: Final = 3.0  # the measured ratio of an engine's difference to the spread is 0.4 to 1.7
+FLOORS: Final = {"float32": 1e-3, "bfloat16": 2e-2}  # in nats, where the spread is smaller or was not measured
+QUANTIZED: Final = 3e-1  # in nats, what FP8 or another quantization of the engine adds; an estimate, not measured
+IMPOSSIBLE: Final = 3e-1  # in nats: without quantization, no rounding explains a larger difference
 NUM_KNOWN: Final = 256  # weight versions with remembered checksums, per layout
 
 Layout = tuple[str, ...]
@@ -61,7 +62,35 @@ def label_mismatch(label: str, answered: str | None) -> str:
     return "" if answered == label else f"reports weights {answered!r}, expected {label!r}"
 
 
-def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tolerance: float) -> str:
+class ProbeGate(NamedTuple):
+    """How far an engine's log-probs of the probe may differ from the trainer's, and why."""
+
+    tolerance: float  # in nats
+    spread: float | None  # the trainer's own, in nats; None: it measured none
+    dtype: str  # the coarser one of trainer and engine
+
+    @property
+    def text(self) -> str:
+        """The tolerance and its reason, for people."""
+        if self.spread is None:
+            return f"allowed: {self.tolerance:.2g}, for {self.dtype}"
+        return f"allowed: {self.tolerance:.2g}; rounding in {self.dtype} moves the trainer's own by {self.spread:.2g}"
+
+
+def gate_of(
+    probe: WeightProbe, server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained"
+) -> ProbeGate:
+    """Return how far log-probs of the same weights may differ, given the format in which the engine receives them."""
+    exact = server.dtype == trainer_dtype == "float32" and weight_format == "as_trained"
+    dtype = "float32" if exact else "bfloat16"
+    spread = probe.spreads.get(dtype)
+    tolerance = min(max(FLOORS[dtype], NUM_SPREADS * (spread or 0.0)), IMPOSSIBLE)
+    if server.quantized or weight_format == "fp8":
+        return ProbeGate(tolerance + QUANTIZED, spread, f"{dtype} and quantization")
+    return ProbeGate(tolerance, spread, dtype)
+
+
+def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], gate: ProbeGate) -> str:
     """Return why an engine's log-probs differ from a probe's; empty if they match.
 
     Compares the mean absolute difference. In bfloat16 two correct implementations may differ in a single token by more
@@ -70,14 +99,12 @@ def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tole
     Args:
         probe: as announced.
         answered: the engine's log-prob of each token; the first is ignored.
-        tolerance: in nats.
+        gate: how far they may differ.
     """
     difference = probe_difference(probe, answered)
-    if difference <= tolerance:  # NaN does not pass
+    if difference <= gate.tolerance:  # NaN does not pass
         return ""
-    return (
-        f"its log-probs of the probe differ from the trainer's by {difference:.2g} on average; allowed: {tolerance:g}"
-    )
+    return f"its log-probs of the probe differ from the trainer's by {difference:.2g} nats on average; {gate.text}"
 
 
 def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> float:
@@ -86,14 +113,6 @@ def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> fl
         return math.inf
     pairs = list(zip(probe.log_probs, answered, strict=True))[1:]
     return sum(math.inf if given is None else abs(expected - given) for expected, given in pairs) / len(pairs)
-
-
-def tolerance_of(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> float:
-    """Return how far log-probs of the same weights may differ, given the format in which the engine receives them."""
-    if weight_format == "fp8":
-        return FP8_TOLERANCE
-    exact = server.dtype == trainer_dtype == "float32" and not server.quantized and weight_format == "as_trained"
-    return TOLERANCE if exact else ROUGH_TOLERANCE
 
 
 def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> bool:

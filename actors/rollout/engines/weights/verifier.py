@@ -15,12 +15,13 @@ from actors.rollout.engines.weights.verification import (
     KnownChecksums,
     ServerInfo,
     WeightsMismatch,
+    gate_of,
     holds_all_digits,
     is_thorough,
     label_mismatch,
+    probe_difference,
     probe_mismatch,
     server_of,
-    tolerance_of,
 )
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
@@ -222,8 +223,9 @@ class WeightVerifier:
 
     async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:
         log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
-        tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
-        self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
+        gate = gate_of(probe, server, self._trainer_dtype, self._weight_format)
+        log.info("probe_compared", engine=engine, difference=probe_difference(probe, log_probs), allowed=gate.tolerance)
+        self._refuse_if(engine, probe_mismatch(probe, log_probs, gate))
 
     async def _checksum(self, url: str, size_bytes: int) -> str | None:
         """Return an engine's checksum of its weights."""

@@ -51,7 +51,7 @@ async def test_refused_weights_are_on_the_terminal_at_the_first_refusal_and_do_n
     (line,) = Report("r", 1, 0.0).apply(refused, seq, 1.0)
     assert isinstance(line, Line)
     assert line.text.startswith("engine.policy.0 does not work with weights v1: ")
-    assert "differ from the trainer's by 0.1 on average; allowed: 0.001" in line.text
+    assert "differ from the trainer's by 0.1 nats on average; allowed: 0.001, for float32" in line.text
 
 
 async def test_an_engine_of_ours_that_an_earlier_actor_paused_goes_on(bus: Bus, router_url: str) -> None:

@@ -3,28 +3,33 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.engines.weights.verification import (
+    IMPOSSIBLE,
     NUM_KNOWN,
+    QUANTIZED,
     SMALL_BYTES,
     KnownChecksums,
+    ProbeGate,
     ServerInfo,
+    gate_of,
     holds_all_digits,
     is_thorough,
     label_mismatch,
     probe_difference,
     probe_mismatch,
     server_of,
-    tolerance_of,
 )
 from messages import WeightProbe
 from runtime.settings.tables.engines import WeightFormat
 from tests.support.rollout import announcement
 
 PROBE = WeightProbe(token_ids=(5, 6, 7), log_probs=(0.0, -1.0, -2.0))
+TIGHT = ProbeGate(1e-3, None, "float32")
 TP1 = server_of({"version": "0.5.23", "tp_size": 1, "dtype": "float32"})
 TP2 = server_of({"version": "0.5.23", "tp_size": 2, "dtype": "float32"})
 
@@ -37,11 +42,11 @@ def test_the_difference_is_the_mean_over_all_tokens_but_the_first() -> None:
 @pytest.mark.parametrize("answered", [[], [None, -1.0], [None, -1.0, -2.0, -3.0], [None, None, -2.0]])
 def test_a_missing_token_or_number_is_no_proof(answered: list[float | None]) -> None:
     assert probe_difference(PROBE, answered) == math.inf
-    assert "differ from the trainer's by inf" in probe_mismatch(PROBE, answered, tolerance=1e-3)
+    assert "differ from the trainer's by inf" in probe_mismatch(PROBE, answered, TIGHT)
 
 
 def test_what_is_not_a_number_is_no_proof() -> None:
-    assert probe_mismatch(PROBE, [None, math.nan, -2.0], tolerance=1e-3)
+    assert probe_mismatch(PROBE, [None, math.nan, -2.0], TIGHT)
 
 
 @given(st.lists(st.floats(-0.02, 0.02), min_size=1, max_size=63), st.sampled_from([1e-3, 2e-2]))
@@ -49,7 +54,7 @@ def test_a_probe_is_refused_exactly_above_the_tolerance(shifts: list[float], tol
     ids = tuple(range(len(shifts) + 1))
     probe = WeightProbe(token_ids=ids, log_probs=(0.0, *[-1.0] * len(shifts)))
     answered: list[float | None] = [None, *(-1.0 + shift for shift in shifts)]
-    refused = bool(probe_mismatch(probe, answered, tolerance=tolerance))
+    refused = bool(probe_mismatch(probe, answered, ProbeGate(tolerance, None, "bfloat16")))
     mean = sum(abs(shift) for shift in shifts) / len(shifts)
     assert refused == (mean > tolerance) or mean == pytest.approx(tolerance)
 
@@ -109,28 +114,53 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "trainer", "weight_format", "tolerance", "all_digits"),
+    ("info", "trainer", "weight_format", "floor", "all_digits"),
     [
         ({"dtype": "float32"}, "float32", "as_trained", 1e-3, True),
         ({"dtype": "bfloat16"}, "bfloat16", "as_trained", 2e-2, True),
         ({"dtype": "float32"}, "bfloat16", "as_trained", 2e-2, True),
         ({"dtype": "bfloat16"}, "float32", "as_trained", 2e-2, False),
         ({"dtype": "auto"}, "float32", "as_trained", 2e-2, False),  # SGLang makes float16 of it
-        ({"dtype": "float32", "quantization": "fp8"}, "float32", "as_trained", 2e-2, False),
+        ({"dtype": "float32", "quantization": "fp8"}, "float32", "as_trained", 1e-3 + QUANTIZED, False),
         ({}, "float32", "as_trained", 2e-2, False),
         ({"dtype": "float32"}, "float32", "bfloat16", 2e-2, True),  # holds what came, which is not what was trained
         ({"dtype": "bfloat16"}, "float32", "bfloat16", 2e-2, True),
         ({"dtype": "float16"}, "bfloat16", "bfloat16", 2e-2, False),
-        ({"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16", "fp8", 3e-1, False),
-        ({"dtype": "bfloat16"}, "float32", "fp8", 3e-1, False),  # a server that does not say it
+        ({"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16", "fp8", 2e-2 + QUANTIZED, False),
+        ({"dtype": "bfloat16"}, "float32", "fp8", 2e-2 + QUANTIZED, False),  # a server that does not say it
     ],
 )
 def test_how_exact_an_engine_must_be_is_said_by_its_dtype_and_the_trainers(
-    info: dict[str, Any], trainer: str, weight_format: WeightFormat, tolerance: float, all_digits: bool
+    info: dict[str, Any], trainer: str, weight_format: WeightFormat, floor: float, all_digits: bool
 ) -> None:
+    """A trainer of an earlier version has measured nothing, and of a toy the spread is below the floor."""
     server = server_of(info)
-    assert tolerance_of(server, trainer, weight_format) == tolerance
+    for probe in (PROBE, with_spreads(float32=1e-6, bfloat16=4e-3)):
+        assert gate_of(probe, server, trainer, weight_format).tolerance == floor
     assert holds_all_digits(server, trainer, weight_format) == all_digits
+
+
+def with_spreads(**spreads: float) -> WeightProbe:
+    return msgspec.structs.replace(PROBE, spreads=spreads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spread", "tolerance"),
+    [("bfloat16", 0.06, 0.18), ("bfloat16", 0.11, IMPOSSIBLE), ("float32", 0.002, 0.006), ("float32", 1e-5, 1e-3)],
+)
+def test_an_engine_may_differ_by_a_multiple_of_what_rounding_does_to_the_trainer(
+    dtype: str, spread: float, tolerance: float
+) -> None:
+    probe = with_spreads(**{"float32": 1e-6, "bfloat16": 1e-6, dtype: spread})
+    gate = gate_of(probe, server_of({"dtype": dtype}), dtype)
+    assert gate.tolerance == pytest.approx(tolerance)
+    right: list[float | None] = [None, -1.0 + 0.99 * tolerance, -2.0 - 0.99 * tolerance]
+    wrong: list[float | None] = [None, -1.0 + 1.01 * tolerance, -2.0 - 1.01 * tolerance]
+    assert probe_mismatch(probe, right, gate) == ""
+    assert probe_mismatch(probe, wrong, gate) == (
+        f"its log-probs of the probe differ from the trainer's by {1.01 * tolerance:.2g} nats on average; "
+        f"allowed: {tolerance:.2g}; rounding in {dtype} moves the trainer's own by {spread:.2g}"
+    )
 
 
 def test_who_is_asked_how_much() -> None:
