@@ -131,13 +131,14 @@ class HaltAnswered(Message, kw_only=True, tag="halt_answered"):
 
 @register
 class KillRequested(Message, kw_only=True, tag="kill_requested"):
-    """Asks a node daemon to kill a hung server that it runs, and so to restart it. Answered by KillAnswered."""
+    """Asks a node daemon to kill a server that it runs, and so to restart it. Answered by KillAnswered."""
 
     plane = Plane.CALL
     topic = "kill"
     process: str
     pid: int  # expected process id; the daemon does not kill a process that was started since
     reason: str  # for the log, human-readable
+    gives_up: bool = False  # do not restart it: the run goes on without it, or ends if it cannot
 
 
 @register

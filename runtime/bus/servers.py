@@ -43,15 +43,15 @@ async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, 
             group.start_soon(attend_within, scope, server_name(entry.key), entry.value)
 
 
-async def kill_server(bus: Bus, name: str, address: Address, reason: str) -> None:
-    """Have a hung server killed and restarted by the node daemon that started it, if there is one.
+async def kill_server(bus: Bus, name: str, address: Address, reason: str, *, gives_up: bool = False) -> None:
+    """Have a server killed by the node daemon that started it, if there is one; restarted too unless `gives_up`.
 
     Idempotent: only the process with that pid is killed. Returns once the node daemon has responded, or the retries are
     used up.
     """
     if not address.agent:
         return
-    request = KillRequested(process=name, pid=address.pid, reason=reason)
+    request = KillRequested(process=name, pid=address.pid, reason=reason, gives_up=gives_up)
     try:
         answer = await retried(
             lambda: bus.call(address.agent, request, KillAnswered, timeout_s=KILL_TIMEOUT_S),

@@ -365,14 +365,15 @@ class NodeDaemon:
         self._all_published.set()
 
     async def _kill(self, bus: Bus, request: KillRequested) -> KillAnswered:
-        """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows.
+        """Kill a server on request: a rollout actor detects what no probe shows, such as that it generates nothing.
 
         Not just after an outage of the network: that is what the actor may have seen.
         """
         if self._plan.outage_s and explains_silence(bus.back_s):
             log.warning("kill_refused", process=request.process, reason=request.reason, bus_back_s=bus.back_s)
             return KillAnswered(killed=False)
-        killed = self._supervision.kill_process(request.process, request.pid, request.reason)
+        reason = f"node {self._plan.node}: {request.reason}" if request.gives_up else request.reason
+        killed = self._supervision.kill_process(request.process, request.pid, reason, gives_up=request.gives_up)
         log.warning("kill_requested", process=request.process, pid=request.pid, reason=request.reason, killed=killed)
         return KillAnswered(killed=killed)
 

@@ -29,7 +29,9 @@ REFUSED_PATIENCE_S: Final = 60.0  # while no engine accepts the weights; a resta
 # seconds of refusals before an engine of the run is restarted: its process may be the cause
 RESTART_AFTER_S: Final = 10.0
 RESTART_AFTER: Final = 3  # minimum number of refusals, also before it is given up
-MAX_RESTARTS: Final = 2  # restarts of the only engine; after that the weights are the likely cause
+MAX_RESTARTS: Final = 1  # while no engine holds the weights; a fresh process that refuses them too shows that they,
+# or the check, are the cause
+MAX_RESTARTS_BESIDE: Final = 2  # while others hold the weights; the third process that refuses them is given up
 DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before it publishes the same weights again
 
 
@@ -153,7 +155,8 @@ class AfterRefusal(Enum):
     AGAIN = "again"
     WAIT = "wait"  # for another weight version
     RESTART = "restart"
-    GIVE_UP = "give up"
+    DROP = "drop"  # go on without it
+    GIVE_UP = "give up"  # end the run
 
 
 class RefusalCounter:
@@ -173,24 +176,29 @@ class RefusalCounter:
         """Forget earlier refusals: the engine is down or restarting."""
         self._since, self._number = math.inf, 0
 
-    def refused(self, now: float, *, damaged: bool, may_restart: bool, others_serve: bool) -> AfterRefusal:
+    def refused(
+        self, now: float, *, damaged: bool, mismatch: bool, may_restart: bool, others_hold: bool
+    ) -> AfterRefusal:
         """Count a refusal and return the next action.
 
         Args:
             now: seconds of any clock.
             damaged: the weight files differ from the announced ones, so no engine can load them.
+            mismatch: the engine loaded the weights, and they were not verified.
             may_restart: the engine can be restarted, and its process may be the cause.
-            others_serve: another engine serves the weights that this one refuses.
+            others_hold: another engine serves the weights that this one refuses.
         """
         self._since, self._number = min(self._since, now), self._number + 1
         lasted_s = now - self._since
         if damaged:
-            return AfterRefusal.GIVE_UP if lasted_s > DAMAGED_PATIENCE_S and not others_serve else AfterRefusal.WAIT
-        tries_left = others_serve or self._restarts < MAX_RESTARTS
-        if may_restart and tries_left and lasted_s > RESTART_AFTER_S and self._number >= RESTART_AFTER:
+            return AfterRefusal.GIVE_UP if lasted_s > DAMAGED_PATIENCE_S and not others_hold else AfterRefusal.WAIT
+        is_due = lasted_s > RESTART_AFTER_S and self._number >= RESTART_AFTER
+        if may_restart and is_due and self._restarts < (MAX_RESTARTS_BESIDE if others_hold else MAX_RESTARTS):
             self._restarts += 1
             self.away()
             return AfterRefusal.RESTART
-        if lasted_s > REFUSED_PATIENCE_S and self._number >= RESTART_AFTER and not others_serve:
-            return AfterRefusal.GIVE_UP
-        return AfterRefusal.AGAIN
+        if others_hold:
+            return AfterRefusal.DROP if may_restart and is_due else AfterRefusal.AGAIN
+        is_same = mismatch and self._restarts > 0 and is_due
+        is_late = lasted_s > REFUSED_PATIENCE_S and self._number >= RESTART_AFTER
+        return AfterRefusal.GIVE_UP if is_same or is_late else AfterRefusal.AGAIN

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -20,17 +21,29 @@ from actors.rollout.engines.target import FleetTarget, RollingUpdate
 from actors.rollout.engines.weights.files import UNCHECKED, CopyRefused, FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.updater import progress_text
+from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, is_away
 from messages import EngineState, EngineUpdate, WeightsAnnounced
+from runtime.process.actor import InputError
+from runtime.settings.topology import POLICY
 from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 
 RETRY = Backoff(max_s=1.0)  # between attempts to mark an engine ready; unlimited, as it or other weights may still come
-Kill = Callable[[str], Awaitable[None]]
 RELOOK_S = 60.0  # retry interval for damaged weight files: their disk may recover
+
+
+class Kill(Protocol):
+    """Has an engine of the run killed, and restarted unless `gives_up`."""
+
+    async def __call__(self, reason: str, *, gives_up: bool = False) -> None: ...
+
+
+class WeightsNotTaken(InputError):
+    """No engine takes the weights, also after restarts; another start of the rollout actor would not help."""
 
 
 class Fleet:
@@ -205,8 +218,7 @@ class Fleet:
             files: makes weight files available where it reads them.
 
         Raises:
-            WeightsMismatch, RequestRefused, CopyRefused: it refuses the weights for too long, even after restarts, and
-                no other engine accepts them.
+            WeightsNotTaken: it refuses the weights for too long, even after a restart, and no other engine holds them.
         """
         engine = await self._replace(
             name, url, ours=ours, pid=pid, wanted=wanted, memory_share=memory_share, files=files
@@ -228,12 +240,16 @@ class Fleet:
             except EngineError as error:
                 match self._after(refusals, error, may_restart=kill is not None):
                     case AfterRefusal.GIVE_UP:
-                        raise
+                        raise self._not_taken(error) from error
                     case AfterRefusal.WAIT:
                         await self._wait_for_others_than(engine.status.failed_version)
                     case AfterRefusal.RESTART:
                         assert kill is not None, "only engines of this run are restarted"
                         await kill(f"it kept refusing weights {self.target_version}: {error}")
+                    case AfterRefusal.DROP:
+                        assert kill is not None, "only engines of this run are given up"
+                        why = f"3 of its processes refused weights {self.target_version}, which other engines hold"
+                        await kill(f"{why}: {error}", gives_up=True)
                     case AfterRefusal.AGAIN:
                         pass
                 failures += 1
@@ -251,10 +267,19 @@ class Fleet:
         return refusals.refused(
             anyio.current_time(),
             damaged=isinstance(error, WeightsDamaged),
+            mismatch=isinstance(error, WeightsMismatch),
             # a restart does not help: its node has to provide the copy
             may_restart=may_restart and not isinstance(error, CopyRefused),
-            others_serve=bool(self.serving.admitted()),
+            others_hold=any(engine.version == self.target_version for engine in self.serving.admitted()),
         )
+
+    def _not_taken(self, error: EngineError) -> WeightsNotTaken:
+        """Say for people that no engine takes the target weights."""
+        reason = f"no engine takes weights v{self.target_version}: {error}"
+        if isinstance(error, WeightsMismatch) and not isinstance(error, WeightsDamaged):
+            where = "docs/run/troubleshooting.md#weights-that-no-engine-takes"
+            reason += f". What is compared: engines.{POLICY}.verify ({where})"
+        return WeightsNotTaken(reason)
 
     async def _wait_for_others_than(self, version: int) -> None:
         """Try to give up the target weights, then wait for another target version, at most RELOOK_S."""

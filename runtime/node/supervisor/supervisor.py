@@ -84,7 +84,8 @@ class Supervisor:
         self._silent = False  # it stopped answering probes
         self._blocked_by = Culprit()  # what blocked its event loop last, if it still does
         self._silent_s = 0.0  # without a sign of life, if it was named for that
-        self._killed_for = ""  # reason of a kill request; the process is restarted
+        self._killed_for = ""  # reason of a kill request
+        self._gives_up = False  # the process of that request is not restarted
         self._began = 0.0  # start of the process, on the event loop's clock
 
     async def run(self) -> None:
@@ -129,11 +130,11 @@ class Supervisor:
         if self._child is not None:
             self._child.kill()
 
-    def kill_process(self, pid: int, reason: str) -> bool:
-        """Kill the process and restart it. Return False, without a kill, if its process id is no longer `pid`."""
+    def kill_process(self, pid: int, reason: str, *, gives_up: bool = False) -> bool:
+        """Kill the process, and restart it unless `gives_up`. Return False if its process id is no longer `pid`."""
         if self._child is None or self._child.pid != pid:
             return False
-        self._killed_for = reason
+        self._killed_for, self._gives_up = reason, gives_up
         self._child.kill()
         return True
 
@@ -285,7 +286,7 @@ class Supervisor:
             self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=STOPPED, restart_in_s=None))
             return None
         reason = self._reason(code)
-        if code in _LASTING:
+        if code in _LASTING or (self._killed_for and self._gives_up):
             self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=None))
             return self._give_up(code, reason)
         return self._after_failure(pid, code, reason)
@@ -437,8 +438,8 @@ class Supervision:
             if supervisor.spec.tier is not Tier.OBSERVER:
                 supervisor.progress()
 
-    def kill_process(self, name: str, pid: int, reason: str) -> bool:
-        """Kill a hanging server and restart it. Return False, without a kill, if its process id is no longer `pid`.
+    def kill_process(self, name: str, pid: int, reason: str, *, gives_up: bool = False) -> bool:
+        """Kill a server, and restart it unless `gives_up`. Return False if its process id is no longer `pid`.
 
         Raises:
             ValueError: there is no server of that name.
@@ -447,7 +448,7 @@ class Supervision:
         if supervisor is None or supervisor.spec.tier is not Tier.SERVICE:
             servers = [each for each, one in self._supervisors.items() if one.spec.tier is Tier.SERVICE]
             raise ValueError(f"{name!r} is not a server of this node; allowed: {', '.join(servers)}")
-        return supervisor.kill_process(pid, reason)
+        return supervisor.kill_process(pid, reason, gives_up=gives_up)
 
     def reload(self, name: str) -> bool:
         """Make a process read its configuration again (SIGHUP). Return False if it is not ready to."""

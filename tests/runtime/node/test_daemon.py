@@ -309,6 +309,35 @@ async def test_a_run_ends_at_once_with_fewer_engines_than_it_needs(tmp_path: Pat
     assert outcome.failure.spec.name == "engine.policy.0"
 
 
+@pytest.mark.parametrize("least", [1, 2])
+async def test_an_engine_that_is_to_be_given_up_is_not_started_again_and_named_with_its_node(
+    tmp_path: Path, least: int
+) -> None:
+    """The run goes on while enough engines are left."""
+    go_on, engine = tmp_path / "go_on", msgspec.structs.replace(listening_server(), critical=False)
+    own = plan(tmp_path / "r", engine, player("3", "--wait", str(go_on)))
+    running = Running(msgspec.structs.replace(own, needs=(pool("local", "local", least=least),)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        url = (tmp_path / "r" / "bus.url").read_text().strip()
+        async with Bus.connect(url, "r", name="test") as bus:
+            async with bus.kv.watch("address.engine.policy.*", Address) as addresses:
+                first = await addresses.next(10)
+            assert first is not None
+            assert first.value is not None
+            asked = KillRequested(process=engine.name, pid=first.value.pid, reason="refuses weights 7", gives_up=True)
+            assert (await bus.call(first.value.agent, asked, KillAnswered, timeout_s=5)).killed
+        if least == 1:
+            await running.shown(f"{engine.name} is given up, the run goes on without it: node local: refuses weights 7")
+            go_on.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished == (least == 1)
+    failure = running.outcome.failure
+    assert least == 1 or (failure is not None and failure.reason == "node local: refuses weights 7")
+    assert not [line for line in running.lines if "restarting" in line]
+
+
 async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -> None:
     """As when its network returns: two servers on one store would destroy it."""
     of_two = msgspec.structs.replace(plan(tmp_path / "r", player("1", "--then", "sleep")), leases_home=True)

@@ -28,6 +28,7 @@ from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
 from runtime.bus.roster import Roster
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
@@ -237,11 +238,12 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(bus: B
                 await anyio.sleep(20)
         except ExceptionGroup as group:
             errors = flatten(group)
-    assert [
-        "differ from the trainer's by 0.1 nats on average; allowed: 0.001, for float32" in str(error)
-        for error in errors
-    ] == [True]
-    assert len(daemon.asked) == MAX_RESTARTS
+    (error,) = errors
+    assert isinstance(error, InputError), "no restart of the actor follows"
+    assert str(error).startswith("no engine takes weights v1: engine.policy.0: its log-probs of the probe differ")
+    assert "by 0.1 nats on average; allowed: 0.001, for float32" in str(error)
+    assert "engines.policy.verify" in str(error)
+    assert [request.gives_up for request in daemon.asked] == [False] * MAX_RESTARTS
 
 
 @pytest.mark.usefixtures("impatient")
@@ -281,6 +283,23 @@ async def test_an_engine_that_refuses_what_another_took_is_started_again(bus: Bu
             await bus.publish(announcement(1, probe=PROBE))
             await eventually(lambda: again.updates != [])
     assert [request.process for request in daemon.asked] == ["engine.policy.0"]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_the_third_process_that_refuses_what_another_engine_took_is_given_up(bus: Bus, router_url: str) -> None:
+    wrong, right, other = (ScriptedEngine(prompt_log_prob=price) for price in (-0.6, -0.5, -0.6))
+    async with serving(wrong), serving(right), serving(other):
+        daemon = Daemon(bus, other, wrong, other)
+        async with (
+            bus.serve({KillRequested: daemon.kill}),
+            rollout_actor(bus, router_url, [wrong, right], topology_with(), daemon=bus.name),
+        ):
+            await bus.publish(announcement(1, probe=PROBE))
+            await eventually(lambda: len(daemon.asked) == 3)
+    assert [request.gives_up for request in daemon.asked] == [False, False, True]
+    assert daemon.asked[-1].reason.startswith(
+        "3 of its processes refused weights 1, which other engines hold: engine.policy.0: its log-probs of the probe"
+    )
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])
