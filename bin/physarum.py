@@ -45,6 +45,7 @@ DOES: Final = {
     "from-slime": Verb("Turn a start script of slime into a topology.", "from_slime", runs=False),
     "describe-settings": Verb("Write the reference pages of the settings.", "describe_settings", runs=False),
     "describe-algorithms": Verb("Write the reference pages of losses and graders.", "describe_algorithms", runs=False),
+    "describe-models": Verb("Write the table of the keys of config.json.", "describe_models", runs=False),
     "describe-messages": Verb("Write the catalogue of messages.", "describe_messages", runs=False),
 }
 MAP: Final = """usage: {name} VERB ...

@@ -8,6 +8,8 @@ from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, critic_model, trained_model
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights
+from runtime.models.config import read_model
+from runtime.models.directory import CONFIG, ModelError
 from runtime.node.checks.context import MODEL, CheckContext, Checks
 from runtime.settings.derived import has_critic
 from runtime.settings.reading.config import Problem
@@ -23,8 +25,10 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
     try:
         shape = trained_model(topology)
     except (OSError, ValueError) as error:
-        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
+        for problem in error.problems if isinstance(error, ModelError) else (str(error),):
+            yield Problem.of(MODEL, topology.model.hf_checkpoint, problem)
         return
+    context.notes.extend(_unread(topology))
     if topology.run.only == "rollout":
         return
     try:
@@ -34,6 +38,14 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(topology.algorithm, name) and shape.experts is None:
             yield Problem.of(f"algorithm.{name}", True, "the model has no experts, and so no router")
+
+
+def _unread(topology: Topology) -> Iterator[str]:
+    """Name the keys of config.json that have no effect."""
+    model = read_model(Path(topology.model.hf_checkpoint))
+    if model.unread_keys:
+        why = f"transformers' {model.shape.architecture} does not read them"
+        yield f"{CONFIG} of {MODEL} has keys that are ignored, as {why}: {', '.join(model.unread_keys)}"
 
 
 def check_files(context: CheckContext) -> Iterator[Problem]:

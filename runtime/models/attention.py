@@ -1,10 +1,12 @@
 """Rotary position embedding (RoPE) and multi-latent attention (MLA) of a model, read from config.json."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+
+from runtime.models.problems import Problems, Unsupported
 
 _HUGE: Final = 1e300  # a larger integer is no float
 _OF_YARN: Final = (
@@ -70,15 +72,26 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Ro
         ValueError: a key is unsupported; the text names it.
     """
     parameters: dict[str, Any] = dict(keys.rope_scaling or {}) | dict(keys.rope_parameters or {})
-    theta = _number(parameters, "rope_theta", keys.rope_theta or 10000.0)
-    if not theta > 0:
-        raise ValueError(f"rope_theta {theta} is not a positive number")
+    problems = Problems()
+    theta = problems.of(lambda: _number(parameters, "rope_theta", keys.rope_theta or 10000.0)) or 0.0
+    if not theta > 0 and not problems:
+        problems.append(f"rope_theta {theta} is not a positive number")
     given = parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
     if share == 1.0 and given not in (None, 1.0):
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    share = share if given is None else _number({"partial_rotary_factor": given}, "partial_rotary_factor")
+        problems.append("partial_rotary_factor other than 1 is not supported")
+    elif given is not None:
+        share = problems.of(lambda: _number({"partial_rotary_factor": given}, "partial_rotary_factor")) or share
     kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
     kind = next((kind for kind in kinds if kind != "default"), "default")
+    rope = problems.of(lambda: _scaled(kind, kinds, theta, parameters, share=share, stretching=stretching))
+    if rope is None or problems:
+        raise Unsupported(problems)
+    return rope
+
+
+def _scaled(
+    kind: str, kinds: Sequence[str], theta: float, parameters: Mapping[str, Any], *, share: float, stretching: str
+) -> Rope:
     if kind == "default":
         return Rope(theta=theta, share=share)
     if kind != stretching or share != 1.0:
@@ -176,22 +189,8 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
         Raises:
             ValueError: a key is unsupported; the text names it.
         """
-        if self.num_key_value_heads not in (None, self.num_attention_heads):
-            raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads} is not supported with multi-latent attention; "
-                f"supported: num_attention_heads, {self.num_attention_heads}"
-            )
-        if not self.rope_interleave:
-            raise ValueError("rope_interleave false is not supported; supported: true")
-        if self.head_dim not in (None, self.qk_rope_head_dim):
-            raise ValueError(
-                f"head_dim {self.head_dim} is not supported; supported: qk_rope_head_dim, {self.qk_rope_head_dim}"
-            )
-        for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if (size := getattr(self, key)) is not None and size < 1:
-                raise ValueError(f"{key} {size} is not positive")
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is not even")
+        if problems := [*self._problems()]:
+            raise Unsupported(problems)
         return MlaConfig(
             query_rank=self.q_lora_rank,
             key_value_rank=self.kv_lora_rank,
@@ -199,6 +198,22 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
             rotated_dim=self.qk_rope_head_dim,
             value_dim=self.v_head_dim,
         )
+
+    def _problems(self) -> Iterator[str]:
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            yield (
+                f"num_key_value_heads {self.num_key_value_heads} is not supported with multi-latent attention; "
+                f"supported: num_attention_heads, {self.num_attention_heads}"
+            )
+        if not self.rope_interleave:
+            yield "rope_interleave false is not supported; supported: true"
+        if self.head_dim not in (None, self.qk_rope_head_dim):
+            yield (f"head_dim {self.head_dim} is not supported; supported: qk_rope_head_dim, {self.qk_rope_head_dim}")
+        for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if (size := getattr(self, key)) is not None and size < 1:
+                yield f"{key} {size} is not positive"
+        if self.qk_rope_head_dim % 2:
+            yield f"qk_rope_head_dim {self.qk_rope_head_dim} is not even"
 
 
 MLA_KEYS: Final[dict[str, type[DeepseekV3Attention]]] = {"DeepseekV3ForCausalLM": DeepseekV3Attention}

@@ -4,15 +4,17 @@ A key that changes the computation and is not supported is an error that names t
 the same model, which is the checkpoint's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from runtime.models.attention import MLA_KEYS, DeepseekV3Attention, MlaConfig, Rope, RopeKeys, read_rope
-from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, has_file, read_json
-from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
+from runtime.models.attention import MLA_KEYS, MlaConfig, Rope, RopeKeys, read_rope
+from runtime.models.config_keys import config_table, sort_keys
+from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
+from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, Experts, Glm4MoeKeys
+from runtime.models.problems import Content, Problems
 from runtime.models.safetensors import MAX_TENSORS
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
@@ -41,22 +43,9 @@ ARCHITECTURES: Final = {
 }
 SAME_AS: Final = {"kimi_k2": "deepseek_v3"}  # model types with the architecture of another one
 CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")  # the same model with a value head
+_OWN_HEAD_DIM: Final = ("Qwen3ForCausalLM", "DeepseekV3ForCausalLM")  # classes that do not divide hidden_size
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens, sampling and runtime options
-    (
-        "add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id "
-        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop "
-        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder "
-        "is_encoder_decoder label2id length_penalty max_length max_window_layers min_length model_max_length "
-        "no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states "
-        "output_router_logits output_scores pad_token_id prefix problem_type repetition_penalty "
-        "resid_pdrop return_dict return_dict_in_generate "
-        "sep_token_id sliding_window suppress_tokens task_specific_params temperature tie_encoder_decoder "
-        "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
-    ).split()
-)
 OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
-NOTES: Final = ("_", "unsloth_")  # prefixes of keys that tools add
 
 
 class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
@@ -78,8 +67,8 @@ class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     use_sliding_window: bool = False
+    sliding_window: int | bool | None = None  # without effect unless use_sliding_window turns it on
     layer_types: tuple[str, ...] | None = None
-    pretraining_tp: int = 1
     eos_token_id: int | tuple[int, ...] | None = None
     initializer_range: float = 0.02
     dtype: str | None = None  # transformers 5
@@ -118,6 +107,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # Hugging Face name; for randomly initialized weights
     initializer_range: float
     num_mtp_layers: int = 0  # MTP layers; a forward pass skips them
+    unread_keys: tuple[str, ...] = ()  # keys of config.json without effect, because no class reads them
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -131,40 +121,79 @@ class _Eos(msgspec.Struct, frozen=True):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
-def read_model(directory: Path) -> ModelDescription:
+def read_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescription:
     """Read config.json and, if it exists, generation_config.json.
 
+    Args:
+        directory: of the model.
+        ignored: keys of config.json to leave out, as `model.ignore_config_keys` names them.
+
     Raises:
-        ModelError: no directory, no config, or an unsupported model. The text names the key.
+        ModelError: no directory, no config, or an unsupported model. The text names every key that is unsupported.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
     kind = read_json(directory, CONFIG, _Kind)
-    keys = read_json(directory, CONFIG, dict[str, Any])
+    content = {
+        key: value for key, value in read_json(directory, CONFIG, dict[str, msgspec.Raw]).items() if key not in ignored
+    }
     has_generation = has_file(directory, GENERATION_CONFIG)
     eos = read_json(directory, GENERATION_CONFIG, _Eos).eos_token_id if has_generation else None
-    try:
-        architecture = _architecture(kind)
-        _refuse_unknown(keys, architecture)
-        _refuse_large(keys)
-        raw = read_json(directory, CONFIG, ConfigKeys)
-        of_experts, of_mla = EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture)
-        experts = None if of_experts is None else read_json(directory, CONFIG, of_experts)
-        mla = None if of_mla is None else read_json(directory, CONFIG, of_mla)
-        shape = _shape(raw, architecture, experts, mla)
-        _refuse_many_tensors(shape)
-        return ModelDescription(
-            shape=shape,
-            max_context=raw.max_position_embeddings,
-            eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
-            dtype=raw.dtype or raw.torch_dtype or "float32",
-            initializer_range=raw.initializer_range,
-            num_mtp_layers=experts.num_further_layers if isinstance(experts, Glm4MoeKeys | DeepseekV3Keys) else 0,
-        )
-    except ModelError:
-        raise
-    except ValueError as error:
-        raise ModelError(f"{directory / CONFIG}: {error}") from error
+    problems = Problems()
+    architecture = problems.of(lambda: _architecture(kind))
+    model = None
+    if architecture is not None:
+        built = built_keys(architecture)
+        problems += [f"model.ignore_config_keys: {_not_ignored(key)}" for key in ignored if key in built]
+        model = _read(content, architecture, problems)
+    if model is None or problems:
+        raise ModelError.of(directory / CONFIG, problems)
+    return msgspec.structs.replace(model, eos_token_ids=model.eos_token_ids | _ids(eos))
+
+
+def _not_ignored(key: str) -> str:
+    return f"{key} cannot be ignored: the model is built from it"
+
+
+def built_keys(architecture: str) -> frozenset[str]:
+    """Return the keys of config.json that a model of an architecture is built from, or that are checked for it."""
+    structs = (ConfigKeys, EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture))
+    return frozenset(key for keys in structs if keys for key in keys.__struct_fields__)
+
+
+def _read(content: Content, architecture: str, problems: Problems) -> ModelDescription | None:
+    """Read the keys of an architecture. Adds every problem; returns None if the model cannot be described."""
+    values = {key: decoded(value, object) for key, value in content.items()}
+    sorted_keys, large = sort_keys(values, architecture, built_keys(architecture)), [*_large(values)]
+    problems += [*sorted_keys.problems, *large]
+    raw = problems.struct(content, ConfigKeys)
+    of_experts, of_mla = EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture)
+    expert_keys = None if of_experts is None else problems.struct(content, of_experts)
+    mla_keys = None if of_mla is None else problems.struct(content, of_mla)
+    if raw is None or large:
+        return None
+    problems += _unsupported(raw, architecture)
+    glm = isinstance(expert_keys, Glm4MoeKeys)
+    rope = problems.of(
+        lambda: read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if of_mla is None else "yarn")
+    )
+    experts = None if expert_keys is None else problems.of(expert_keys.read)
+    mla = None if mla_keys is None else problems.of(mla_keys.read)
+    if rope is None or problems:
+        return None
+    has_qk_norm = expert_keys.use_qk_norm if isinstance(expert_keys, Glm4MoeKeys) else architecture in WITH_QK_NORM
+    shape = _shape(raw, architecture, rope, experts, mla, has_qk_norm=has_qk_norm)
+    problems += _many_tensors(shape)
+    mtp = isinstance(expert_keys, Glm4MoeKeys | DeepseekV3Keys)
+    return ModelDescription(
+        shape=shape,
+        max_context=raw.max_position_embeddings,
+        eos_token_ids=_ids(raw.eos_token_id),
+        dtype=raw.dtype or raw.torch_dtype or "float32",
+        initializer_range=raw.initializer_range,
+        num_mtp_layers=expert_keys.num_further_layers if mtp else 0,
+        unread_keys=sorted_keys.unread,
+    )
 
 
 def read_dense_model(directory: Path) -> ModelDescription:
@@ -194,12 +223,9 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
 
 
 def _shape(
-    raw: ConfigKeys, architecture: str, of_experts: ExpertKeys | None, of_mla: DeepseekV3Attention | None
+    raw: ConfigKeys, architecture: str, rope: Rope, experts: Experts | None, mla: MlaConfig | None, *, has_qk_norm: bool
 ) -> ModelShape:
-    _refuse_unsupported(raw)
-    mla = None if of_mla is None else of_mla.read()
-    glm = isinstance(of_experts, Glm4MoeKeys)
-    qwen2 = architecture == "Qwen2ForCausalLM"
+    glm, qwen2 = architecture == "Glm4MoeForCausalLM", architecture == "Qwen2ForCausalLM"
     return ModelShape(
         architecture=architecture,
         model_type=next(kind for kind, name in ARCHITECTURES.items() if name == architecture),
@@ -211,13 +237,13 @@ def _shape(
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=_head_dim(raw, architecture) if mla is None else mla.head_dim,
         rms_norm_eps=(1e-5 if glm else 1e-6) if raw.rms_norm_eps is None else raw.rms_norm_eps,
-        rope=read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if mla is None else "yarn"),
+        rope=rope,
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=qwen2 or raw.attention_bias,
         output_bias=not (qwen2 or glm) and raw.attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
-        qk_norm=of_experts.use_qk_norm if isinstance(of_experts, Glm4MoeKeys) else architecture in WITH_QK_NORM,
-        experts=None if of_experts is None else of_experts.read(),
+        qk_norm=has_qk_norm,
+        experts=experts,
         mla=mla,
     )
 
@@ -240,29 +266,19 @@ def _architecture(raw: _Kind) -> str:
     return architecture
 
 
-def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
-    """Refuse keys that have a value and that no reader here knows."""
-    further = (EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture))
-    read = {*ConfigKeys.__struct_fields__, *(key for keys in further if keys for key in keys.__struct_fields__)}
-    for key, value in keys.items():
-        known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
-        if not known and value is not None and value is not False:
-            raise ValueError(f"{key} is not supported: it may change what the model computes")
-
-
-def _refuse_large(keys: Mapping[str, Any]) -> None:
-    """Refuse a size that no model has, before anything is computed from it."""
+def _large(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes that no model has, from which nothing may be computed."""
     for key, most in LARGEST.items():
         value = keys.get(key)
         if isinstance(value, int) and value > most:
-            raise ValueError(f"{key} {value} is not supported; supported: at most {most:,}")
+            yield f"{key} {value} is not supported; supported: at most {most:,}"
 
 
-def _refuse_many_tensors(shape: ModelShape) -> None:
+def _many_tensors(shape: ModelShape) -> Iterator[str]:
     experts = shape.experts
     num_experts = 0 if experts is None else experts.num_experts
     if shape.num_layers * (OF_LAYER + OF_EXPERT * num_experts) > MAX_TENSORS:
-        raise ValueError(
+        yield (
             f"num_hidden_layers {shape.num_layers} with {num_experts} experts is not supported; supported: layers with "
             f"at most {MAX_TENSORS:,} tensors together"
         )
@@ -271,27 +287,25 @@ def _refuse_many_tensors(shape: ModelShape) -> None:
 def _head_dim(raw: ConfigKeys, architecture: str) -> int:
     if raw.head_dim or architecture == "Qwen3ForCausalLM":
         return raw.head_dim or 128
-    if raw.hidden_size % raw.num_attention_heads:
-        raise ValueError(
-            f"hidden_size {raw.hidden_size} is not divisible by num_attention_heads {raw.num_attention_heads}"
-        )
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _refuse_unsupported(raw: ConfigKeys) -> None:
+def _unsupported(raw: ConfigKeys, architecture: str) -> Iterator[str]:
     sizes = (raw.vocab_size, raw.hidden_size, raw.intermediate_size, raw.num_hidden_layers, raw.num_attention_heads)
     if min(sizes) < 1 or raw.num_attention_heads % (raw.num_key_value_heads or 1):
-        raise ValueError("sizes must be positive, and num_key_value_heads must divide num_attention_heads")
+        yield "sizes must be positive, and num_key_value_heads must divide num_attention_heads"
+    elif not raw.head_dim and architecture not in _OWN_HEAD_DIM and raw.hidden_size % raw.num_attention_heads:
+        yield f"hidden_size {raw.hidden_size} is not divisible by num_attention_heads {raw.num_attention_heads}"
     if not 1 < raw.max_position_embeddings <= MAX_CONTEXT:
-        raise ValueError(f"max_position_embeddings {raw.max_position_embeddings} is not in 2..{MAX_CONTEXT}")
+        yield f"max_position_embeddings {raw.max_position_embeddings} is not in 2..{MAX_CONTEXT}"
     if raw.hidden_act != "silu":
-        raise ValueError(f"hidden_act {raw.hidden_act!r} is not supported; supported: 'silu'")
+        yield f"hidden_act {raw.hidden_act!r} is not supported; supported: 'silu'"
     dtype = raw.dtype or raw.torch_dtype or "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        yield f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}"
     if raw.use_sliding_window:
-        raise ValueError("use_sliding_window is not supported")
+        yield "use_sliding_window is not supported"
+    if raw.sliding_window and "use_sliding_window" not in config_table().reads(architecture):
+        yield f"sliding_window {raw.sliding_window} is not supported; supported: null"
     if other := set(raw.layer_types or ()) - {"full_attention"}:
-        raise ValueError(f"layer_types {min(other)!r} is not supported; supported: 'full_attention'")
-    if raw.pretraining_tp != 1:
-        raise ValueError(f"pretraining_tp {raw.pretraining_tp} is not supported; supported: 1")
+        yield f"layer_types {min(other)!r} is not supported; supported: 'full_attention'"

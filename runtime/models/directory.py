@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 import msgspec
 
@@ -47,7 +47,16 @@ T = TypeVar("T")
 
 
 class ModelError(ValueError):
-    """A model directory cannot be used. The text names the file and the error."""
+    """A model directory cannot be used. The text names the file and every error; each of `problems` names one."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+    @classmethod
+    def of(cls, file: Path, problems: Sequence[str]) -> Self:
+        """Make an error of the problems of a file."""
+        return cls(*(f"{file}: {problem}" for problem in problems))
 
 
 class _Code(msgspec.Struct, frozen=True):

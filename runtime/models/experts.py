@@ -4,6 +4,8 @@ from typing import Final
 
 import msgspec
 
+from runtime.models.problems import Problems, Unsupported
+
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """MoE layout of a model: its layers with experts, and how the router chooses and weights experts."""
@@ -40,11 +42,12 @@ class Qwen3MoeKeys(msgspec.Struct, frozen=True):
         Raises:
             ValueError: a key is unsupported; the text names it.
         """
+        problems = list[str]()
         if self.decoder_sparse_step < 1:
-            raise ValueError(f"decoder_sparse_step {self.decoder_sparse_step} is not positive")
+            problems.append(f"decoder_sparse_step {self.decoder_sparse_step} is not positive")
         dense = frozenset(self.mlp_only_layers or ())
         layers = tuple(
-            index not in dense and (index + 1) % self.decoder_sparse_step == 0
+            index not in dense and (index + 1) % max(self.decoder_sparse_step, 1) == 0
             for index in range(self.num_hidden_layers)
         )
         return _checked(
@@ -56,7 +59,8 @@ class Qwen3MoeKeys(msgspec.Struct, frozen=True):
                 score="softmax",
                 has_bias=False,
                 norm_topk_prob=self.norm_topk_prob,
-            )
+            ),
+            problems,
         )
 
 
@@ -90,10 +94,12 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
         Raises:
             ValueError: a key is unsupported; the text names it.
         """
-        for key in ("n_group", "topk_group"):
-            if (value := getattr(self, key)) != 1:
-                raise ValueError(f"{key} {value} is not supported; supported: 1")
-        return _of_sigmoids(self, num_experts=self.n_routed_experts or self.num_local_experts or 128)
+        problems = [
+            f"{key} {value} is not supported; supported: 1"
+            for key in ("n_group", "topk_group")
+            if (value := getattr(self, key)) != 1
+        ]
+        return _of_sigmoids(self, problems, num_experts=self.n_routed_experts or self.num_local_experts or 128)
 
 
 class DeepseekV3Keys(msgspec.Struct, frozen=True):
@@ -115,10 +121,6 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
     topk_method: str = "noaux_tc"
     num_nextn_predict_layers: int | None = None  # MTP layers; a forward pass skips them
     num_mtp_layers: int | None = None  # alternative name of num_nextn_predict_layers
-    aux_loss_alpha: float | None = None  # for DeepSeek's own training, like the next two
-    seq_aux: bool | None = None
-    ep_size: int | None = None
-    auto_map: dict[str, str] | None = None  # custom model code in the checkpoint, which is never run
 
     @property
     def num_further_layers(self) -> int:
@@ -131,11 +133,15 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
         Raises:
             ValueError: a key is unsupported; the text names it.
         """
-        for key, only in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-            if (value := getattr(self, key)) != only:
-                raise ValueError(f"{key} {value!r} is not supported; supported: {only!r}")
-        groups, of_token = self._groups()
-        return _of_sigmoids(self, num_experts=self._num_experts, num_groups=groups, num_groups_per_tok=of_token)
+        problems = Problems(
+            f"{key} {value!r} is not supported; supported: {only!r}"
+            for key, only in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items()
+            if (value := getattr(self, key)) != only
+        )
+        groups, of_token = problems.of(self._groups) or (None, None)
+        return _of_sigmoids(
+            self, problems, num_experts=self._num_experts, num_groups=groups, num_groups_per_tok=of_token
+        )
 
     @property
     def _num_experts(self) -> int:
@@ -177,6 +183,7 @@ ExpertKeys = Qwen3MoeKeys | Glm4MoeKeys | DeepseekV3Keys
 
 def _of_sigmoids(
     keys: Glm4MoeKeys | DeepseekV3Keys,
+    problems: list[str],
     *,
     num_experts: int,
     num_groups: int | None = None,
@@ -184,7 +191,7 @@ def _of_sigmoids(
 ) -> Experts:
     """Experts of a router with sigmoid scores and a bias, as all such families have them."""
     if not keys.norm_topk_prob:
-        raise ValueError("norm_topk_prob false is not supported for a router with sigmoid scores; supported: true")
+        problems.append("norm_topk_prob false is not supported for a router with sigmoid scores; supported: true")
     return _checked(
         Experts(
             layers=tuple(index >= keys.first_k_dense_replace for index in range(keys.num_hidden_layers)),
@@ -198,7 +205,8 @@ def _of_sigmoids(
             shared_intermediate_size=(keys.n_shared_experts or 0) * keys.moe_intermediate_size,
             num_groups=num_groups,
             num_groups_per_tok=num_groups_per_tok,
-        )
+        ),
+        problems,
     )
 
 
@@ -209,14 +217,17 @@ EXPERT_KEYS: Final[dict[str, type[Qwen3MoeKeys] | type[Glm4MoeKeys] | type[Deeps
 }
 
 
-def _checked(experts: Experts) -> Experts:
+def _checked(experts: Experts, problems: list[str]) -> Experts:
+    """Return the experts. Raises Unsupported: there are problems, these or others."""
     if not 1 < experts.num_experts_per_tok <= experts.num_experts:
-        raise ValueError(
+        problems.append(
             f"num_experts_per_tok {experts.num_experts_per_tok} is not supported; "
             f"supported: 2 to the number of experts, {experts.num_experts}"
         )
     if experts.moe_intermediate_size < 1:
-        raise ValueError(f"moe_intermediate_size {experts.moe_intermediate_size} is not positive")
+        problems.append(f"moe_intermediate_size {experts.moe_intermediate_size} is not positive")
     if not any(experts.layers):
-        raise ValueError("no layer has experts: a dense model needs another model_type")
+        problems.append("no layer has experts: a dense model needs another model_type")
+    if problems:
+        raise Unsupported(problems)
     return experts

@@ -124,8 +124,8 @@ REFUSED = {
     "no chat template": Case(("model.hf_checkpoint=TMP/plain",), "data.0.path", "no chat template"),
     "another family": Case(("model.hf_checkpoint=TMP/mixtral",), "model.hf_checkpoint", "model_type 'mixtral'"),
     "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope_type 'yarn'"),
-    "a key that nobody reads": Case(
-        ("model.hf_checkpoint=TMP/scaled",), "model.hf_checkpoint", "logits_scaling is not supported"
+    "a key that only transformers reads": Case(
+        ("model.hf_checkpoint=TMP/unmasked",), "model.hf_checkpoint", "is_causal false is not supported"
     ),
     "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
     "weights of another": Case(

@@ -82,7 +82,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes: dict[str, dict[str, object]] = {
         "mixtral": {"model_type": "mixtral"},
         "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "scaled": {"logits_scaling": 8.0},
+        "unmasked": {"is_causal": False},
         "biased": {"attention_bias": True},
         "few": {"vocab_size": 8},
         "texts": {"hidden_size": "32"},

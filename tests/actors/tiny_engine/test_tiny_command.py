@@ -40,7 +40,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"architectures": []}, "'missing' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"logits_scaling": 8.0}, "logits_scaling is not supported"),
+        ({"is_causal": False}, "is_causal false is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
         ({"model_type": "llama"}, "model_type 'llama' does not match architecture Qwen3ForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),

@@ -66,8 +66,8 @@ YARN: dict[str, Any] = {
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
-    """A tiny model's config.json, of a model with experts."""
-    return TINY | {"model_type": kind} | EXPERTS[kind] | changes
+    """A tiny model's config.json."""
+    return TINY | {"model_type": kind} | EXPERTS.get(kind, {}) | changes
 
 
 REWARD_KEYS = ("right", "short")  # names of the rewards of a random batch

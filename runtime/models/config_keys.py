@@ -1,0 +1,128 @@
+"""The keys of config.json that transformers' classes read, and what becomes of each key of a published config.
+
+The table is written by bin/describe-models for the pinned version of transformers. No code of a model is run here.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+
+TABLE: Final = Path(__file__).with_name("config_keys.json")
+IGNORED: Final = "_ignored_config_keys"  # key of a written config.json: what model.ignore_config_keys took out of it
+WITHOUT_EFFECT: Final = frozenset(  # keys that classes read, and that change no output of the models built here
+    (
+        # names, labels, classifiers of several labels, versions
+        "architectures id2label label2id num_labels problem_type name_or_path transformers_version "
+        # tokens
+        "bos_token_id pad_token_id sep_token_id "
+        # which outputs are returned, and how they are computed
+        "output_attentions output_hidden_states output_router_logits return_dict use_cache attn_implementation "
+        "experts_implementation chunk_size_feed_forward gradient_checkpointing is_encoder_decoder "
+        "tie_last_hidden_states "
+        # training of others: dropout and the start of new weights
+        "attention_dropout classifier_dropout hidden_dropout initializer_factor init_std pretraining_tp "
+        # sliding windows, which use_sliding_window turns on
+        "max_window_layers"
+    ).split()
+)
+SILENT: Final = ("_",)  # prefixes of keys that tools add and no class reads: not named
+CODE: Final = "auto_map"
+QUANTIZATION: Final = "quantization_config"
+OF_TOKENS: Final = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")  # in auto_map
+_DEEPSEEK: Final = {  # code that DeepSeek-V3 and Kimi-K2 publish, which computes what transformers' own class does
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
+KNOWN_CODE: Final = {"DeepseekV3ForCausalLM": _DEEPSEEK}
+
+
+class ModelKeys(msgspec.Struct, frozen=True):
+    """What the classes of one model type read."""
+
+    name: str  # of the model's class
+    reads: dict[str, Any]  # by key, what applies if it is absent; None: nothing, or it is computed
+
+
+class ConfigTable(msgspec.Struct, frozen=True):
+    """The keys that transformers' classes read, by model type."""
+
+    transformers: str  # its version
+    dropped: tuple[str, ...]  # settings of generation, which the classes drop
+    common: dict[str, Any]  # the keys that all classes read, with one default
+    models: dict[str, ModelKeys]
+
+    def reads(self, architecture: str) -> Mapping[str, Any]:
+        """Return the keys that the classes of an architecture read, with their defaults."""
+        return self.common | next(model.reads for model in self.models.values() if model.name == architecture)
+
+
+class SortedKeys(msgspec.Struct, frozen=True):
+    """The keys of one config.json that are not built."""
+
+    problems: tuple[str, ...]
+    unread: tuple[str, ...]  # keys that have no effect because no class reads them
+
+
+@cache
+def config_table() -> ConfigTable:
+    """Return the table of the pinned version of transformers."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=ConfigTable)
+
+
+def sort_keys(keys: Mapping[str, Any], architecture: str, built: Collection[str]) -> SortedKeys:
+    """Find the keys that would change what the model computes, and those that no class reads.
+
+    Args:
+        keys: config.json, without the keys that the user ignores.
+        architecture: of the model.
+        built: keys whose values are checked where the model is built.
+    """
+    reads, problems, unread = config_table().reads(architecture), list[str](), list[str]()
+    for key, value in keys.items():
+        if key == CODE:
+            problems.extend(_code_problems(value, architecture))
+        elif key == QUANTIZATION:
+            problems.extend(_quantization_problems(value))
+        elif key in built or key in WITHOUT_EFFECT or key in config_table().dropped or key.startswith(SILENT):
+            continue
+        elif key not in reads:
+            unread.append(key)
+        elif value != reads[key]:
+            problems.append(
+                f"{key} {_short(value)} is not supported: transformers' {architecture} reads it, and it is not built "
+                f"here; supported: its default, {_short(reads[key])}"
+            )
+    return SortedKeys(tuple(problems), tuple(unread))
+
+
+def _code_problems(value: Any, architecture: str) -> tuple[str, ...]:
+    """Refuse code of a checkpoint, which is not run, unless it computes the same as transformers' class."""
+    if not isinstance(value, dict):
+        return (f"{CODE} {_short(value)} is not supported",) if value else ()
+    named = {key: code for key, code in cast("dict[str, Any]", value).items() if key not in OF_TOKENS}
+    if named.items() <= KNOWN_CODE.get(architecture, {}).items():
+        return ()
+    return (
+        f"{CODE} {_short(named)} is not supported: the model's own code may compute another model than transformers' "
+        f"{architecture}, and it is not run",
+    )
+
+
+def _quantization_problems(value: Any) -> tuple[str, ...]:
+    if not value:
+        return ()
+    method = cast("dict[str, Any]", value).get("quant_method") if isinstance(value, dict) else value
+    return (
+        f"{QUANTIZATION} with quant_method {_short(method)} is not supported: weights are trained as they are stored; "
+        f"take an unquantized copy of the model",
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
