@@ -51,7 +51,7 @@ from runtime.report.rows import (
     ungraded_shares,
 )
 from runtime.report.summary import Result, num_of_end, summary_lines
-from runtime.report.times import closing_line, progress_line, time_metrics
+from runtime.report.times import again_text, closing_line, progress_line, time_metrics
 from runtime.util.formatting import count_of, number
 
 FOLDED = frozenset(LEDGER_EVENTS)
@@ -99,6 +99,7 @@ class Report(msgspec.Struct):
     random_init: bool = False  # the model begins with random weights
     first_seq: int = 1  # log sequence of the first event of this start; clocks of two machines are not compared
     steps: int = 0  # trained train steps
+    num_again: int = 0  # of them, steps that a restarted trainer has yet to train again
     finished: str | None = None  # reason
     rewards: list[float] = []  # mean per step
     losses: list[float] = []  # of steps on demonstrations
@@ -274,6 +275,7 @@ class Report(msgspec.Struct):
             self._ledger,
             self.account,
             step=self.steps + 1,
+            num_again=self.num_again,
             num_steps=self.num_steps,
             step_groups=self.step_groups,
             tokens=self._tokens_so_far,
@@ -287,6 +289,7 @@ class Report(msgspec.Struct):
 
     def _train(self, event: BatchTrained, settled: Sequence[Settled], seq: int, time: float) -> list[Notice]:
         self._tokens_so_far = 0
+        self.num_again = max(0, self.steps - event.step - 1)
         if not settled:
             return []  # replayed after a crash, or a duplicate event
         groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
@@ -338,7 +341,11 @@ class Report(msgspec.Struct):
             groups = self._numbers.take(ref.event_seq for ref in change.groups)
             self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         self.steps = max(self.steps, event.step)
-        return [Line(f"trainer continues after step {event.step}")] if event.step else []
+        self.num_again = self.steps - event.step
+        again = again_text(self.steps, self.num_again)
+        if not event.step and not again:
+            return []
+        return [Line(f"trainer continues after step {event.step}{again and f': {again}'}")]
 
     def _complete(self, event: GroupCompleted, samples: Samples, seq: int, time: float) -> list[Notice]:
         self._tokens_so_far += sum(samples.response_len)

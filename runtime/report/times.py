@@ -74,6 +74,7 @@ def progress_line(
     account: Account,
     *,
     step: int,
+    num_again: int,
     num_steps: int,
     step_groups: int,
     tokens: int,
@@ -86,6 +87,7 @@ def progress_line(
         ledger: the state of the groups.
         account: of the run's time.
         step: number of the current step.
+        num_again: steps before it that a restarted trainer has yet to train again.
         num_steps: planned train steps.
         step_groups: prompt groups of a step; 0: unknown.
         tokens: generated since the newest step.
@@ -95,6 +97,8 @@ def progress_line(
     if account.is_idle:
         return f"starting for {duration(max(0.0, now - started))}"
     lasted_s = max(0.0, now - max(account.boundary, started))
+    if again := again_text(step - 1, num_again):
+        return f"{again}, {duration(lasted_s)} so far"
     if ledger.evaluation is not None:
         done = _evaluated(ledger.evaluation)
     elif step > num_steps:
@@ -108,6 +112,18 @@ def progress_line(
     longest = max(parts, key=lambda part: parts[part], default="")
     named = [f"longest {longest} {duration(parts[longest])}"] if longest else []
     return ", ".join([done, *rate, *named, f"{duration(lasted_s)} so far"])
+
+
+def again_text(steps: int, num_again: int) -> str:
+    """Say which steps a restarted trainer trains again; empty: none.
+
+    Args:
+        steps: that were trained.
+        num_again: the newest of them, which are not in the trainer's weights.
+    """
+    if num_again < 2:
+        return f"step {steps} is trained again, on the same samples" if num_again else ""
+    return f"steps {steps - num_again + 1} to {steps} are trained again, on the same samples"
 
 
 def _evaluated(evaluation: Evaluation) -> str:

@@ -6,6 +6,7 @@ from itertools import groupby
 import msgspec
 
 from runtime.settings.derived import (
+    eval_data,
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
@@ -35,6 +36,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
+from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.tables.rollout import RolloutConfig
 from runtime.settings.tables.trainer import TrainerConfig
 from runtime.settings.terms import terms_of_all
@@ -201,7 +203,16 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             weights += f", dispatcher {chooser_of(engine)}"
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
-        yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
+        yield f"  eval     {item.name}: {item.path}, every {item.interval} steps{_grading(topology, item)}"
+
+
+def _grading(topology: Topology, item: EvalConfig) -> str:
+    if trains_pairs(topology):
+        return ""
+    grader = eval_data(topology, item).rm_type
+    inherited = grader is not None and item.rm_type is None
+    of = f", the grader of data {topology.data[0].name}" if inherited else ""
+    return f", graded by {grader or 'the grader that each row names'}{of}"
 
 
 def _trainer(topology: Topology, plan: Plan) -> str:

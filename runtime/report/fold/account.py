@@ -90,6 +90,7 @@ class Account(msgspec.Struct):
     ended: list[Life] = []  # attempts that ended outside of a batch since the newest step
     batches: dict[int, Batch] = {}  # that are not trained, by step
     applied: dict[int, float] = {}  # time at which engines first held a version
+    loaded: float = 0.0  # time at which engines first held any since the run was started; 0: they hold none
     spans: list[Span] = []  # of weights, evaluations, checkpoints and faults since the newest step
     evaluation: tuple[int, float] | None = None  # the running one: train steps before it, and when it began
     down: dict[str, float] = {}  # processes that ended and are not back, with the time
@@ -297,7 +298,9 @@ class Account(msgspec.Struct):
             facts, begin = {"pause_s": engine.pause_s}, time - engine.took_s
             ended.append(Span("update", name, begin, time, engine.engine, versions=versions, facts=facts))
         slow = max(event.engines, key=lambda engine: engine.took_s, default=None)
-        self._add(Span("weights", name if slow is None else f"{name} on {slow.engine}", time - event.took_s, time))
+        kind = "weights" if self.loaded else "first load"
+        self.loaded = self.loaded or time
+        self._add(Span(kind, name if slow is None else f"{name} on {slow.engine}", time - event.took_s, time))
         self.weights.apply(event)
         for version in range(max(self.applied, default=event.version - 1) + 1, event.version + 1):
             self.applied[version] = time
@@ -351,7 +354,7 @@ class Account(msgspec.Struct):
         if self.last > self.boundary:  # what was not finished is done again
             self._close_as(self.last, "lost", "faults", ended)
         self.boundary, self.starting = time, True
-        self.unpublished, self.phase = 0.0, None
+        self.unpublished, self.phase, self.loaded = 0.0, None, 0.0
         self.down.clear()
         self.spans.clear()
         self.blocked.clear()
@@ -430,7 +433,9 @@ class Account(msgspec.Struct):
             others = (*self.ended, *self.lives.values())
             faults = [span for span in self.spans if span.kind == "faults"]
             wait = began, work.waited
-            paint_wait(canvas, worst, lives, others, ready, wait, applied=self.applied, faults=faults)
+            paint_wait(
+                canvas, worst, lives, others, ready, wait, applied=self.applied, loaded=self.loaded, faults=faults
+            )
         paint_spans(canvas, worst, spans, IN_THE_WAIT, (began, work.waited))
         return canvas, worst
 

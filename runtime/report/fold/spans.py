@@ -10,7 +10,7 @@ from messages import GroupCompleted, WeightsApplied
 from runtime.report.group_numbers import mean_of
 
 PARTS: Final = {  # of a step, in the order in which they are shown
-    "start": "processes start, models and data are loaded",
+    "start": "processes start, models and data are loaded, engines get their first weights",
     "rollout": "samples are generated, until four of five groups of the batch have their last token",
     "long tail": "the last fifth of the groups is generated",
     "queue": "all slots of the engines are taken, so groups wait for one; or the rollout actor has not taken them",

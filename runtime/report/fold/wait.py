@@ -24,6 +24,7 @@ BEFORE_THE_WAIT: Final = {
     "phase update": "weights",
     "memory": "memory",
     "writing": "checkpoint",
+    "first load": "start",
     "weights": "weights",
 }
 BLOCKED: Final = {"blocked": "blocked"}
@@ -31,6 +32,7 @@ IN_THE_WAIT: Final = {
     "faults": "faults",
     "evaluation": "evaluation",
     "sync": "weights",
+    "first load": "start",
     "weights": "weights",
     "phase update": "weights",
     "memory": "memory",
@@ -78,6 +80,7 @@ def paint_wait(
     within: tuple[float, float],
     *,
     applied: Mapping[int, float],
+    loaded: float,
     faults: Sequence[Span],
 ) -> None:
     """Explain the wait for a batch by its groups, backwards from the one that was ready last.
@@ -90,6 +93,7 @@ def paint_wait(
         ready: time at which the batch was ready.
         within: begin and end of the wait.
         applied: time at which engines first held a version.
+        loaded: time at which engines first held any since the run was started.
         faults: restarts of processes.
     """
     if not batch:
@@ -106,7 +110,7 @@ def paint_wait(
         if not chain or at <= within[0]:
             break
         link = chain.pop() if at < math.inf else max(batch, key=READY)
-        _paint_life(canvas, link, tail, within, applied, faults)
+        _paint_life(canvas, link, tail, within, applied, loaded, faults)
         at = min(at, link.issued)
     worst |= _worst_of(batch)
 
@@ -117,6 +121,7 @@ def _paint_life(
     tail: float,
     within: tuple[float, float],
     applied: Mapping[int, float],
+    loaded: float,
     faults: Sequence[Span],
 ) -> None:
     """Paint the life of one group within the wait."""
@@ -131,7 +136,7 @@ def _paint_life(
     paint("scores", life.last_token, life.completed)
     held = applied.get(life.min_version, 0.0)
     if held > life.issued:  # it could not begin before
-        paint("weights", life.issued, held)
+        paint("start" if held == loaded else "weights", life.issued, held)
     paint("long tail", max(tail, life.begun), life.last_token)
     paint("rollout", life.begun, life.last_token)
     for span in faults:

@@ -14,6 +14,7 @@ from messages import (
     Outcome,
     SampleStatus,
     SampleSummary,
+    TrainerStarted,
     VerdictGiven,
 )
 from runtime.report.report import Report
@@ -87,6 +88,24 @@ def test_an_evaluation_says_how_many_items_are_done() -> None:
     item = EvalCompleted(step=0, set="held_out", item=3, version=1, instance="i", samples=(SAMPLE,))
     told.at(15, item)
     assert told.line(65) == "evaluation after step 0: 1 of 20 items, 5 tok/s, longest evaluation 1m00s, 1m00s so far"
+
+
+def test_steps_that_are_trained_again_after_a_restart_are_counted() -> None:
+    told = Told()
+    for step in range(5):
+        issued(told, step, step, step)
+        told.at(step, BatchReady(incarnation=1, step=step, groups=(kept(told, step, step, step),)))
+        told.at(step, trained(step))
+    told.at(10, TrainerStarted(incarnation=2, step=3))
+    assert told.line(20).startswith("steps 4 to 5 are trained again, on the same samples, ")
+    told.at(30, trained(3))
+    assert told.line(42) == "step 5 is trained again, on the same samples, 12s so far"
+    told.at(50, trained(4))
+    assert told.line(51).startswith("step 6/10: ")
+
+
+def trained(step: int) -> BatchTrained:
+    return BatchTrained(step=step, incarnation=1, num_groups=1, num_samples=1, num_tokens=304, metrics={})
 
 
 def test_after_the_last_step_no_further_one_is_spoken_of() -> None:

@@ -110,6 +110,7 @@ def test_a_replayed_step_counts_once() -> None:
     story = Story()
     one_step(story, 0, 1.0, 0.0)
     story.tell(TrainerStarted(incarnation=2, step=0))
+    assert story.lines()[-1] == "trainer continues after step 0: step 1 is trained again, on the same samples"
     story.tell(BatchTrained(step=0, incarnation=2, replay=True, num_groups=1, num_samples=2, num_tokens=68, metrics={}))
     story.notices += story.report.close()
     assert len(story.rows()) == 1
@@ -325,7 +326,7 @@ def test_the_summary_says_where_the_time_went() -> None:
     books = "2 issued = 2 trained + 0 skipped + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight"
     assert lines[2] == f"groups    {books}"
     parts = "train 2.000 s (47.1%), rollout 1.000 s (23.5%), scores 0.500 s (11.8%), queue 0.500 s (11.8%)"
-    assert lines[3] == f"time      4.2s in 2 steps, 2.125 s a step: {parts}, weights 0.250 s (5.9%)"
+    assert lines[3] == f"time      4.2s in 2 steps, 2.125 s a step: {parts}, start 0.250 s (5.9%)"
 
 
 def test_the_summary_of_a_resumed_run_says_how_many_steps_this_start_made() -> None:

@@ -111,7 +111,8 @@ def test_each_second_of_a_step_is_in_the_part_that_it_was_spent_on() -> None:
     start, step = folded(started(), log).steps
     assert (start.label, start.parts, step.label) == ("start", {"start": LOADED}, "step 1")
     assert parts_of(step) == {
-        "weights": 0.5 + 0.25,
+        "start": 0.5,  # the engines load their first weights
+        "weights": 0.25,
         "queue": 0.25,
         "rollout": 2.0,
         "long tail": 1.0,
@@ -123,7 +124,19 @@ def test_each_second_of_a_step_is_in_the_part_that_it_was_spent_on() -> None:
     assert step.worst["queue"] == "group 0 before its slot of e: 0.750 s"
     assert step.worst["scores"] == "group 0 by math: 0.500 s"
     assert step.worst["long tail"] == "group 8 on e: 3.000 s"
-    assert (step.worst["train"], step.worst["weights"]) == ("optimizer 1.500 s", "v1 on engine.policy.1")
+    assert (step.worst["train"], step.worst["start"]) == ("optimizer 1.500 s", "v1 on engine.policy.1")
+
+
+def test_engines_that_start_are_no_weight_update_and_later_versions_are() -> None:
+    """SGLang takes minutes from its start to its first weights."""
+    first, end = a_step(0, LOADED, weights=120.0)
+    second, _ = a_step(1, end)
+    one, two = steps_of(started(), first, second)
+    assert (one.parts["start"], one.parts["weights"]) == pytest.approx((120.0, 0.25))
+    assert (two.parts.get("start", 0.0), two.worst["weights"]) == (0.0, "v2 on engine.policy.1")
+    again = [(1000.0 + at, event) for at, event in started()]
+    third, _ = a_step(2, 1000.0 + LOADED, weights=60.0)
+    assert steps_of(started(), first, second, again, third)[2].parts["start"] == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +264,7 @@ def test_memory_that_trainer_and_engines_share_has_a_part_of_its_own() -> None:
 
 def test_weights_that_engines_read_after_a_step_are_no_unexplained_time() -> None:
     log: Log = [*started(), (12.0, trained(0, metrics={"perf/train_time": 2.0, "perf/step_time": 2.0}))]
+    log.insert(-1, (10.5, WeightsApplied(version=1, instance="rollout", num_engines=1, took_s=0.5)))
     log += [(15.0, WeightsApplied(version=2, instance="rollout", num_engines=1, took_s=3.0))]
     log += [(16.0, trained(1, metrics={"perf/train_time": 1.0, "perf/step_time": 1.0}))]
     assert parts_of(steps_of(log)[1]) == {"weights": 3.0, "train": 1.0}
@@ -297,7 +311,7 @@ def test_the_wait_for_a_blocked_event_loop_is_charged_to_the_call(reported_late:
     assert step.worst["blocked"] == "rollout.custom_generate: mylib.py:12 in with_tool"
     if not reported_late:
         assert step.parts["blocked"] == pytest.approx(18.0)
-        assert step.parts["weights"] == pytest.approx(2.0 + 0.25)
+        assert (step.parts["start"], step.parts["weights"]) == pytest.approx((2.0, 0.25))
     assert step.parts["train"] == pytest.approx(1.5)  # the trainer's own work stays its own
     assert math.fsum(step.parts.values()) == pytest.approx(end - LOADED)
 
