@@ -41,6 +41,7 @@ DOES: Final = {
     "credentials": Verb("Give, list and revoke credentials of external clients.", "credentials"),
     "reward-worker": Verb("Grade samples of a run on another machine.", "reward_worker", runs=False),
     "export": Verb("Write a run's model as a Hugging Face directory.", "export_hf"),
+    "import-gguf": Verb("Write the model of a GGUF file as a Hugging Face directory.", "import_gguf"),
     "replay": Verb("Replay the samples of a dump with other settings.", "replay", calls_users=True),
     "from-slime": Verb("Turn a start script of slime into a topology.", "from_slime", runs=False),
     "describe-settings": Verb("Write the reference pages of the settings.", "describe_settings", runs=False),

@@ -18,7 +18,8 @@ PAGES: Final = [
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
 LINE: Final = re.compile(
-    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|report|watch|halt)) ([^#>\n]*)",
+    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|import-gguf|replay|report|watch|halt)) "
+    r"([^#>\n]*)",
     re.MULTILINE,
 )
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
@@ -51,6 +52,7 @@ def test_pages_show_each_command() -> None:
         "bin/credentials",
         "bin/export-hf",
         "bin/halt",
+        "bin/import-gguf",
         "bin/replay",
         "bin/report",
         "bin/reward-worker",
