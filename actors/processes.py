@@ -15,6 +15,7 @@ from runtime.settings.processes import OURS, ProcessSpec, RestartGroupSpec, Send
 from runtime.settings.reading.schema import functions_in
 from runtime.settings.tables.observe import OPENTELEMETRY, PAGE, PROMETHEUS, python_of
 from runtime.settings.topology import Topology, answers_are_recorded, has_filter
+from runtime.settings.torch_threads import threads_of
 
 NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
 TRACKER_RESTARTS = 20  # with pauses of up to 10 s; W&B itself tries for 90 s to reach its server
@@ -128,7 +129,8 @@ def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
         if place.node != node:
             continue
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
-        env |= HIDDEN if place.gpu is None else {NVIDIA: str(place.gpu)}
+        on_cpu = HIDDEN | threads_of(topology, node, topology.trainer.torch_threads)
+        env |= on_cpu if place.gpu is None else {NVIDIA: str(place.gpu)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
     if world == 1:

@@ -1,5 +1,6 @@
 """Trainer actor: starts a rank, which then leads (rank 0) or follows."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from runtime.process.actor import Actor
 from runtime.settings.derived import reward_keys
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import TEACHER_LOG_PROBS, Topology, column_names, topk_of_column
+from runtime.settings.torch_threads import num_torch_threads, usable_cores
 from runtime.util.imports import collecting_nothing
 
 if TYPE_CHECKING:
@@ -143,7 +145,9 @@ class TrainerActor(Actor):
             Fenced: another trainer started after this one.
             ValueError, OSError: the model cannot be used.
         """
-        with TorchThread(self._topology.trainer.device) as torch_thread:
+        shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
+        threads = num_torch_threads(shape, os.environ, usable_cores())
+        with TorchThread(self._topology.trainer.device, num_threads=threads) as torch_thread:
             async with ThreadCalls.opened(self._bus) as calls:
                 await self._run(torch_thread, calls.ask_of, task_status)
 

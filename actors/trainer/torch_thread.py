@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
 from runtime.settings.devices import HIDDEN
@@ -20,11 +21,15 @@ class TorchThread:
     cancelled, the call continues, and closing waits for its end.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        """Create the thread. With `device` "cpu", hide all GPUs from the whole process."""
+    def __init__(self, device: str = "cpu", *, num_threads: int = 1) -> None:
+        """Create the thread. With `device` "cpu", hide all GPUs from the whole process.
+
+        `num_threads` is the number of threads that compute one operation on the CPU.
+        """
         if device == "cpu":
             os.environ.update(HIDDEN)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=_enter_thread)
+        enter = partial(_enter_thread, num_threads)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=enter)
 
     def __enter__(self) -> Self:
         return self
@@ -41,11 +46,11 @@ class TorchThread:
         self._executor.submit(function)
 
 
-def _enter_thread() -> None:
+def _enter_thread(num_threads: int) -> None:
     with collecting_nothing():
         import torch  # heavy: the event loop serves calls while this thread imports it
 
         from actors.trainer.megatron import cpu
 
     if cpu.needed():
-        torch.set_num_threads(1)  # a second thread made tiny models 10 to 200 times slower on a busy machine
+        torch.set_num_threads(num_threads)

@@ -25,6 +25,7 @@ from runtime.settings.processes import (
 )
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import POLICY, Topology, model_of, only_answers, sglang_arguments
+from runtime.settings.torch_threads import threads_of
 
 TINY_READY_TIMEOUT_S: Final = 120.0
 READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
@@ -58,7 +59,7 @@ def _engine_ranks(
     for rank, place in enumerate(places):
         if place.node != node:
             continue
-        spec = _engine(topology, pool, engine, index, place.gpus)
+        spec = _engine(topology, pool, engine, index, place)
         if number > 1:
             command = (*spec.command, *_rank_arguments(rank, number))
             spec = msgspec.structs.replace(spec, command=command, restart_group=group)
@@ -73,17 +74,17 @@ def _visible(devices: tuple[int, ...]) -> dict[str, str]:
     return {NVIDIA: ",".join(map(str, devices))} if devices else {}
 
 
-def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
+def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, place: ProcessPlace) -> ProcessSpec:
     if engine.kind == "tiny":
         command, ready_timeout_s = _tiny_engine(topology, pool, index), TINY_READY_TIMEOUT_S
-        env = OURS | HIDDEN
+        env = OURS | HIDDEN | threads_of(topology, place.node, engine.torch_threads)
     else:
         command, ready_timeout_s = _server_command(topology, pool, index), READY_TIMEOUT_S
         env = SERVER_ENVIRONMENT
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=command,
-        env={**env, **engine.env, **_visible(devices), **_peers_environment(engine)},
+        env={**env, **engine.env, **_visible(place.gpus), **_peers_environment(engine)},
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or ready_timeout_s,

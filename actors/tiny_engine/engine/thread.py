@@ -29,17 +29,26 @@ class EngineThread:
     The queue holds one operation per call in progress; the frontend bounds their number.
     """
 
-    def __init__(self, build: Callable[[], Core], deliver: Deliver, crashed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Core],
+        deliver: Deliver,
+        crashed: Callable[[BaseException], None],
+        *,
+        num_threads: int = 1,
+    ) -> None:
         """Prepare the thread; it runs from `start` on.
 
         Args:
             build: builds the core, on the torch thread.
             deliver: receives each step's reports, on the event loop.
             crashed: called on the event loop if an exception ends the thread.
+            num_threads: number of threads that compute one operation.
         """
         self._build = build
         self._deliver = deliver
         self._crashed = crashed
+        self._num_threads = num_threads
         self._orders: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
         self._stopping = False
         self._sleep_s = 0.0
@@ -102,7 +111,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # a setting per thread; more threads are many times slower at these sizes
+        torch.set_num_threads(self._num_threads)  # a setting per thread
         try:
             with torch.inference_mode():
                 core = self._build()

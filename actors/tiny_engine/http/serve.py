@@ -26,6 +26,7 @@ from actors.tiny_engine.http.server import Identity, TinyServer
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription
 from runtime.process.logs import configure_logging
+from runtime.settings.torch_threads import num_torch_threads, usable_cores
 from runtime.util.secrets import Secret
 
 SHUTDOWN_TIMEOUT_S: Final = 0.5  # for open connections, after requests are aborted
@@ -55,7 +56,9 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
     frontend = Frontend(
         max_requests=flags.max_running_requests + flags.max_queued_requests, version=flags.weight_version
     )
-    engine = EngineThread(partial(_core, flags, model, text), frontend.deliver, partial(_end, ended))
+    threads = num_torch_threads(model.shape, os.environ, usable_cores())
+    build = partial(_core, flags, model, text)
+    engine = EngineThread(build, frontend.deliver, partial(_end, ended), num_threads=threads)
     frontend.engine = engine
     try:
         await engine.start()
@@ -67,7 +70,8 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
         try:
             await web.SockSite(runner, listener).start()
             address = listener.getsockname()
-            log.info("engine_started", host=address[0], port=address[1], took_s=time.perf_counter() - flags.started)
+            took_s = time.perf_counter() - flags.started
+            log.info("engine_started", host=address[0], port=address[1], torch_threads=threads, took_s=took_s)
             error = await ended
         finally:
             frontend.abort_all()

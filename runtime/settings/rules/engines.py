@@ -194,6 +194,9 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.gpus", engine.gpus, f"has no effect on external engines ({key}.urls)")
     if engine.kind == "tiny" and engine.gpus is not None:
         yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "tiny" runs on the CPU')
+    if engine.kind != "tiny" and engine.torch_threads is not None:
+        message = f'only with kind = "tiny"; SGLang on the CPU takes {key}.env.OMP_NUM_THREADS'
+        yield Problem.of(f"{key}.torch_threads", engine.torch_threads, message)
     if engine.kind == "tiny" and engine.sglang:
         yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "tiny"')
     for name, spelled, _ in sorted(sglang_arguments(engine), key=lambda argument: argument.spelled):

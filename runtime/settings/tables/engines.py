@@ -55,6 +55,9 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     # the KV cache gets fewer samples, down to this number, and then gradually more again, up to `concurrency`. By
     # default a quarter of `concurrency`. Equal numbers keep it fixed.
     min_concurrency: Positive | None = None
+    # Number of torch threads of each tiny engine, with the bound and the default of `trainer.torch_threads`. SGLang on
+    # the CPU takes `env.OMP_NUM_THREADS`.
+    torch_threads: Positive | None = None
     # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
     # SGLang and 120 for the tiny engine.
     ready_timeout_s: Timeout | None = None

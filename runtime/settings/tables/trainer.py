@@ -128,6 +128,11 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     # Nodes of the ranks on the CPU. Each node gets a contiguous block of ranks. By default all ranks run on the node
     # with the bus. Ranks on several nodes need a run directory that all of these nodes share.
     nodes: tuple[Name, ...] = ()
+    # Number of torch threads of each rank on the CPU: at most its share of the cores of its node, and by default that
+    # share, or one for models under 20 million weights. Processes that compute at the same time share the cores: the
+    # ranks, and with `rollout.max_staleness` or `log_probs_ahead` the engines on the CPU too. Results depend on this
+    # number in their last bits.
+    torch_threads: Positive | None = None
     # Pack sequences into one row instead of padding them. By default this is done on a GPU in bfloat16.
     packed: Harmless[bool | None] = None
     # Checkpoint that a new run starts from: another run's directory, or Megatron-LM's. By default a new run starts

@@ -1,0 +1,91 @@
+"""How many torch threads engines and trainer ranks on the CPU get."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.processes import process_specs
+from runtime.models.config import read_model
+from runtime.settings.load import load_topology
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.topology import Topology
+from runtime.settings.torch_threads import VARIABLE, num_sharing, num_torch_threads, usable_cores
+
+ROOT = Path(__file__).parents[3]
+SMALL = read_model(ROOT / "topologies/demo/models/boxed-copy").shape
+SMOLLM = msgspec.structs.replace(
+    SMALL,
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+)
+STALE = "rollout.max_staleness=1"
+
+
+def topology(*overrides: str) -> Topology:
+    return load_topology(ROOT / "topologies/laptop.toml", overrides).topology
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sharing"),
+    [
+        ((), 1),  # trainer and engine take turns
+        ((STALE,), 2),
+        (("trainer.log_probs_ahead=true", "algorithm.kl.loss_coef=0.1"), 2),
+        (("trainer.num_processes=2", "trainer.megatron.tensor_model_parallel_size=2"), 2),
+        (("engines.policy.num_engines=3",), 3),
+        (("engines.policy.num_engines=3", STALE), 4),
+        (('engines.policy.urls=["http://127.0.0.1:30000"]', STALE), 1),
+        (("run.only=rollout", STALE), 1),
+    ],
+)
+def test_processes_that_compute_at_the_same_time_share_the_cores(overrides: tuple[str, ...], sharing: int) -> None:
+    assert num_sharing(topology(*overrides), "local") == sharing
+
+
+def test_small_models_get_one_thread_and_larger_ones_their_share() -> None:
+    for cores, sharing, threads in ((2, 1, 2), (2, 2, 1), (16, 3, 5), (1, 4, 1)):
+        assert num_torch_threads(SMOLLM, {VARIABLE: f"/{sharing}"}, cores) == threads
+        assert num_torch_threads(SMALL, {VARIABLE: f"/{sharing}"}, cores) == 1
+    assert num_torch_threads(SMOLLM, {}, 8) == 1  # a tiny engine that no run started
+    assert num_torch_threads(SMALL, {VARIABLE: "3/2"}, 8) == 3
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.one_of(st.just(""), st.integers(1, 99).map(str)))
+def test_all_threads_together_are_never_more_than_cores(cores: int, sharing: int, wanted: str) -> None:
+    threads = num_torch_threads(SMOLLM, {VARIABLE: f"{wanted}/{sharing}"}, cores)
+    assert threads >= 1
+    assert threads * sharing <= cores or threads == 1
+
+
+def test_engines_and_ranks_get_the_setting_and_no_other_process() -> None:
+    loaded = topology("trainer.torch_threads=2", "engines.policy.torch_threads=1", STALE)
+    found = {spec.name: spec.env.get(VARIABLE) for spec in process_specs(loaded, "local", Path("runs/r"))}
+    assert {name: value for name, value in found.items() if value} == {"trainer": "2/2", "engine.policy.0": "1/2"}
+
+
+def test_sglang_does_not_take_the_setting() -> None:
+    with pytest.raises(TopologyError, match="OMP_NUM_THREADS"):
+        topology("engines.policy.kind=sglang", "engines.policy.torch_threads=2")
+
+
+def eight_cores(_pid: int) -> set[int]:
+    return set(range(8))
+
+
+def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr("runtime.settings.torch_threads.CPU_QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", eight_cores)
+    assert usable_cores() == 8
+    for text, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)):
+        quota.write_text(text)
+        assert usable_cores() == cores
