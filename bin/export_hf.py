@@ -40,8 +40,5 @@ def _export(args: argparse.Namespace) -> int:
 
     found = found_run(args.run, trust=args.trust, needs_trust=True)
     source = export_run(found.directory, args.out, step=args.step)
-    screen = Screen(sys.stdout)
-    screen.show(f"{args.out}: {source.description} of run {found.name}")
-    if source.ignored:
-        screen.show(f"its config.json is without keys that model.ignore_config_keys names: {', '.join(source.ignored)}")
+    Screen(sys.stdout).show(f"{args.out}: {source.description} of run {found.name}")
     return EXIT_OK

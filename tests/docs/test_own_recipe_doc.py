@@ -16,17 +16,25 @@ PAGE = ROOT / "docs" / "start" / "own-recipe.md"
 LIMIT_S = 300
 
 
-def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    files = {"rows.jsonl": "json", "grading.py": "python", "mine.toml": "toml"}
-    for name, language in files.items():
-        (text,) = snippets(PAGE, language)
-        (folder / name).write_text(text.replace("PHYSARUM", str(ROOT)))
-    command = [sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology", "mine.toml", *arguments]
+def start(folder: Path, *arguments: str, topology: str = "mine.toml") -> subprocess.CompletedProcess[str]:
+    files = {"json": ["rows.jsonl"], "python": ["grading.py"], "toml": ["mine.toml", "chat.toml"]}
+    for language, names in files.items():
+        for name, text in zip(names, snippets(PAGE, language), strict=True):
+            (folder / name).write_text(text.replace("PHYSARUM", str(ROOT)))
+    command = [sys.executable, str(ROOT / "bin" / "physarum.py"), "start-topology", topology, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def test_the_files_of_the_page_are_accepted(tmp_path: Path) -> None:
     done = start(tmp_path, "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_chat_model_of_the_page_is_accepted_with_a_model_that_is_here(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"input": "12", "label": "21"}\n')
+    model = ROOT / "topologies" / "demo" / "models" / "reverse-digits"
+    here = ("--set", f"model.hf_checkpoint={model}", "--set", "model.random_init=true")
+    done = start(tmp_path, "--check", *here, topology="chat.toml")
     assert done.returncode == 0, done.stderr
 
 

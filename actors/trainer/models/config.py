@@ -1,6 +1,5 @@
 """The trainer's model configuration: what its layers need of the configuration in runtime/models/config.py."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,18 +41,17 @@ class HfConfig:
         return self.experts is not None and self.experts.layers[min(layer, self.num_hidden_layers - 1)]
 
 
-def read_hf_config(directory: Path, mtp_num_layers: int | None = None, ignored: Collection[str] = ()) -> HfConfig:
+def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConfig:
     """Read config.json of a model directory.
 
     Args:
         directory: model directory.
         mtp_num_layers: number of MTP layers to train; None: the model's MTP layers are left out.
-        ignored: keys of config.json to leave out.
 
     Raises:
         ModelError, a ValueError: the trainer cannot build this model exactly. The message names the key.
     """
-    model = read_model(directory, ignored)
+    model = read_model(directory)
     shape = model.shape
     if mtp_num_layers and shape.mla is not None:
         raise ModelError(
@@ -114,8 +112,7 @@ def trained_model(topology: Topology) -> HfConfig:
     Raises:
         ModelError, a ValueError: as in `read_hf_config`.
     """
-    directory, ignored = Path(topology.model.hf_checkpoint), topology.model.ignore_config_keys
-    model = read_hf_config(directory, topology.trainer.megatron.mtp_num_layers, ignored)
+    model = read_hf_config(Path(topology.model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
     return with_value_head(model, bias=False) if trains_reward_model(topology) else model
 
 
@@ -125,5 +122,4 @@ def critic_model(topology: Topology) -> HfConfig:
     Raises:
         ModelError, a ValueError: as in `read_hf_config`.
     """
-    model = critic_topology(topology).model
-    return with_value_head(read_hf_config(Path(model.hf_checkpoint), ignored=model.ignore_config_keys))
+    return with_value_head(read_hf_config(Path(critic_topology(topology).model.hf_checkpoint)))

