@@ -1,0 +1,152 @@
+"""Directories as the hub has them: trainer, tiny engine and transformers read the same model, ends and prompts."""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from actors.buffer.prompts.tokenizing import load_tokenizing
+from actors.rollout.sglang.served_model import ServedModel
+from actors.tiny_engine.http.chat import ChatTemplate
+from actors.trainer.megatron.imports import quiet
+from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.files import copy_small_files
+from actors.trainer.models.shapes import check_weights
+from runtime.models.config import SAME_AS, ModelError, read_model
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
+from tests.actors.tiny_engine.test_tiny_numerics import assert_teacher_forced, request_of, run_out, scheduler_of
+from tests.actors.trainer.hf import MODELS
+from tests.actors.trainer.models.test_model_parity import load
+from tests.support.hub_layouts import LAYOUTS, TALK, VOCABULARY, Layout
+
+PUBLISHED = pytest.mark.parametrize("name", LAYOUTS)
+DENSE = [name for name, layout in LAYOUTS.items() if "n_routed_experts" not in layout.config]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Write a family's directory with random weights in bfloat16, unquantized; also return transformers' model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            made[name] = directory, written(LAYOUTS[name], directory)
+        return made[name]
+
+    return make
+
+
+def written(layout: Layout, directory: Path) -> Any:
+    layout.write(directory, quantization_config=None)
+    config = json.loads((directory / "config.json").read_text())
+    kind = SAME_AS.get(config["model_type"], config["model_type"])
+    config_type, model_type = MODELS[kind]
+    torch.manual_seed(3)
+    model = model_type(config_type.from_dict(config | {"model_type": kind})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter + torch.randn_like(parameter) * 0.1).bfloat16())
+    deepcopy(model).to(torch.bfloat16).save_pretrained(
+        directory, **({"max_shard_size": "20KB"} if layout.shards else {})
+    )
+    layout.write(directory, quantization_config=None)  # transformers wrote its own
+    return model
+
+
+@PUBLISHED
+def test_a_published_model_is_trained_as_transformers_computes_it(
+    name: str, published: Callable[[str], tuple[Path, Any]]
+) -> None:
+    directory, model = published(name)
+    built, hf = load(directory)
+    check_weights(directory, hf)
+    tokens = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
+    with quiet(), torch.no_grad():
+        torch.testing.assert_close(built(tokens, None, None), model(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_tiny_engine_serves_a_published_dense_model(
+    name: str, published: Callable[[str], tuple[Path, Any]]
+) -> None:
+    """transformers opens the same directory: its own config.json, shards and tied weights."""
+    directory, _ = published(name)
+    with torch.inference_mode():
+        scheduler, request = scheduler_of(directory), request_of("a", [5, 6, 7], limit=6)
+        scheduler.submit([request])
+        run_out(scheduler)
+        assert_teacher_forced(directory, request)
+
+
+@PUBLISHED
+def test_its_files_are_those_of_the_hub(name: str, published: Callable[[str], tuple[Path, Any]]) -> None:
+    directory, _ = published(name)
+    layout, read = LAYOUTS[name], read_model(directory)
+    assert (directory / INDEX_FILE).exists() == layout.shards != (directory / SINGLE_FILE).exists()
+    assert (read.unread_keys, read.dtype) == (tuple(key for key in layout.config if key in layout.unread), "bfloat16")
+    ends = [values["eos_token_id"] for values in (layout.config, layout.generation)]
+    ids = {layout.ids(text) for value in ends for text in ([value] if isinstance(value, str) else value)}
+    assert read.eos_token_ids == ids
+    assert ServedModel.read(directory).end_ids >= ids
+
+
+@PUBLISHED
+def test_its_chat_template_makes_the_prompt_of_the_family(name: str, tmp_path: Path) -> None:
+    """The prompts are written by hand; transformers renders the same, and special tokens are one token each."""
+    layout = LAYOUTS[name]
+    layout.write(tmp_path)
+    tokenizing = load_tokenizing(str(tmp_path))
+    assert tokenizing.render(TALK) == layout.prompt
+    other: Any = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert other.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True) == layout.prompt
+    engine = ChatTemplate.load(tmp_path)
+    assert engine is not None
+    assert engine.render(TALK, {}) == layout.prompt
+    (ids,) = tokenizing.encode([layout.prompt])
+    assert [*ids] == other(layout.prompt, add_special_tokens=False)["input_ids"]
+    special = sum(layout.prompt.count(text) for text in layout.specials)
+    assert sum(token >= 256 for token in ids) == special > 0
+
+
+@PUBLISHED
+def test_a_copy_has_what_others_read_of_the_directory(name: str, tmp_path: Path) -> None:
+    """All that an export holds besides its weights."""
+    LAYOUTS[name].write(tmp_path)
+    (tmp_path / "out").mkdir()
+    copy_small_files(tmp_path, tmp_path / "out", tokenizer=True)
+    expected = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "LICENSE"}
+    named = {LAYOUTS[name].template_file}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected | named
+    assert load_tokenizing(str(tmp_path / "out")).render(TALK) == LAYOUTS[name].prompt
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.quantized])
+def test_a_model_published_in_fp8_is_refused_by_that_alone(name: str, tmp_path: Path) -> None:
+    LAYOUTS[name].write(tmp_path)
+    with pytest.raises(ModelError) as refused:
+        read_hf_config(tmp_path)
+    (problem,) = refused.value.problems
+    assert 'quantization_config with quant_method "fp8" is not supported' in problem
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Instruct"])
+def test_code_that_is_not_the_published_one_is_refused(name: str, tmp_path: Path) -> None:
+    code = LAYOUTS[name].config["auto_map"]
+    for changed in (code | {"AutoModel": "modeling_other.DeepseekV3Model"}, code | {"AutoModelForX": "modeling.X"}):
+        LAYOUTS[name].write(tmp_path, quantization_config=None, auto_map=changed)
+        with pytest.raises(ModelError, match=r"auto_map .* is not supported: the model's own code may compute another"):
+            read_model(tmp_path)
+    LAYOUTS[name].write(tmp_path, quantization_config=None, auto_map=code | {"AutoTokenizer": ["tokens.X", None]})
+    assert read_model(tmp_path).unread_keys
+
+
+def test_dense_glm_4_is_another_model_type_and_refused_by_its_name(tmp_path: Path) -> None:
+    LAYOUTS["GLM-4.5-Air"].write(tmp_path, model_type="glm4", architectures=["Glm4ForCausalLM"])
+    with pytest.raises(ModelError, match="architecture 'Glm4ForCausalLM' is not supported; supported: Deepseek"):
+        read_model(tmp_path)

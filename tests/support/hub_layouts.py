@@ -1,0 +1,304 @@
+"""Model directories as the hub has them: the keys of published configurations, with tiny sizes.
+
+Written by hand from the public model cards and files of each family. A tokenizer has one token per byte, and the
+special tokens of the family. Token ids of the files stand as their texts here.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY: Final = 288  # 256 bytes, and special tokens
+OLD: Final[dict[str, Any]] = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
+OLD_TYPE: Final[dict[str, Any]] = {**OLD, "torch_dtype": "bfloat16", "vocab_size": VOCABULARY}
+SIZES: Final[dict[str, Any]] = {
+    **{"hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+}
+WINDOWS: Final[dict[str, Any]] = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 2}
+CODE: Final = {  # as DeepSeek-V3 and Kimi-K2 name it
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
+FP8: Final = {
+    **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+DEEPSEEK: Final[dict[str, Any]] = {
+    **OLD_TYPE,
+    **SIZES,
+    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "auto_map": CODE, "ep_size": 1},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "moe_layer_freq": 1, "n_shared_experts": 1},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16},
+    **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "tie_word_embeddings": False},
+    **{"first_k_dense_replace": 1, "quantization_config": FP8},
+}
+YARN: Final = {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+CHAT_ML: Final = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+THINKING: Final = (
+    "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
+
+
+def with_system(text: str) -> str:
+    """Return a ChatML template that adds this system message to conversations without one."""
+    own = "{{- '<|im_start|>system\\n" + text + "<|im_end|>\\n' }}"
+    return "{%- if messages[0].role != 'system' %}" + own + "{%- endif %}" + CHAT_ML
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One family's files. `<...>` tokens in `config` and `generation` become ids of the tiny tokenizer."""
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    specials: tuple[str, ...]
+    template: str
+    prompt: str  # of TALK, by hand
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # further keys of tokenizer_config.json
+    template_file: str = "chat_template.jinja"  # or tokenizer_config.json
+    unread: tuple[str, ...] = ()  # keys that no class of transformers reads
+    quantized: bool = False  # published in FP8
+    shards: bool = False  # several files with an index
+
+    def ids(self, texts: str | list[str] | None) -> Any:
+        """Return the ids of special tokens."""
+        if texts is None:
+            return None
+        return [self.ids(text) for text in texts] if isinstance(texts, list) else 256 + self.specials.index(texts)
+
+    def with_ids(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Replace special tokens by their ids."""
+        return {key: self.ids(value) if key.endswith("_token_id") else value for key, value in values.items()}
+
+    def write(self, directory: Path, **changes: Any) -> None:
+        """Write all files but the weights. A change to None leaves the key out."""
+        config = self.with_ids(self.config) | changes
+        left = {key: value for key, value in config.items() if key not in changes or changes[key] is not None}
+        files = {"config.json": left, "generation_config.json": self.with_ids(self.generation)}
+        settings = {"model_max_length": 4096, "tokenizer_class": "PreTrainedTokenizerFast", **self.tokenizer}
+        if self.template_file == "tokenizer_config.json":
+            settings["chat_template"] = self.template
+        else:
+            (directory / self.template_file).write_text(self.template, encoding="utf-8")
+        for name, values in (files | {"tokenizer_config.json": settings}).items():
+            (directory / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
+        for name in ("README.md", "LICENSE", ".gitattributes"):
+            (directory / name).write_text("text\n", encoding="utf-8")
+        self._write_tokenizer(directory)
+
+    def _write_tokenizer(self, directory: Path) -> None:
+        alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([*self.specials])
+        tokenizer.save(str(directory / "tokenizer.json"))
+
+
+TALK: Final = [{"role": "user", "content": "1+1?"}]
+_CHAT_ML_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SAMPLING: Final = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+_LLAMA3: Final = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|start_header_id|>")
+_GLM: Final = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")
+_DEEPSEEK: Final = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+_KIMI: Final = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+
+LAYOUTS: Final[dict[str, Layout]] = {
+    "Qwen3-0.6B": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **WINDOWS,
+            "sliding_window": None,
+            **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16},
+            **{"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>", "rope_scaling": None},
+            **{"rope_theta": 1000000, "tie_word_embeddings": True, "transformers_version": "4.51.0"},
+        },
+        {
+            **{"bos_token_id": "<|endoftext|>", "pad_token_id": "<|endoftext|>", "top_k": 20, **_SAMPLING},
+            **{"eos_token_id": ["<|im_end|>", "<|endoftext|>"], "transformers_version": "4.51.0"},
+        },
+        _CHAT_ML_TOKENS,
+        CHAT_ML + THINKING,
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        {"eos_token": "<|im_end|>", "bos_token": None, "add_prefix_space": False},
+        template_file="tokenizer_config.json",
+    ),
+    "Qwen2.5-0.5B-Instruct": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **WINDOWS,
+            **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0},
+            **{"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>", "tie_word_embeddings": True},
+            "transformers_version": "4.43.1",
+        },
+        {
+            **{"bos_token_id": "<|endoftext|>", "pad_token_id": "<|endoftext|>", "repetition_penalty": 1.1},
+            **{"eos_token_id": ["<|im_end|>", "<|endoftext|>"], **_SAMPLING},
+        },
+        _CHAT_ML_TOKENS,
+        with_system("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None},
+        template_file="tokenizer_config.json",
+    ),
+    "Llama-3.1-8B-Instruct": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
+            **{"bos_token_id": "<|begin_of_text|>", "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-05},
+            **{"eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "tie_word_embeddings": False},
+            "rope_scaling": {
+                **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"},
+                "original_max_position_embeddings": 8192,
+            },
+            **{"rope_theta": 500000.0, "transformers_version": "4.42.3"},
+        },
+        {
+            **{"bos_token_id": "<|begin_of_text|>", **_SAMPLING, "transformers_version": "4.42.3"},
+            "eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+        },
+        (*_LLAMA3, "<|end_header_id|>"),
+        "{{- bos_token }}{%- for message in messages %}"
+        "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim }}"
+        "{{- '<|eot_id|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "clean_up_tokenization_spaces": True},
+        template_file="tokenizer_config.json",
+        shards=True,
+    ),
+    "Llama-3.2-1B-Instruct": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "head_dim": 16},
+            **{"bos_token_id": "<|begin_of_text|>", "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-05},
+            **{"eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "tie_word_embeddings": True},
+            "rope_scaling": {
+                **{"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"},
+                "original_max_position_embeddings": 8192,
+            },
+            **{"rope_theta": 500000.0, "transformers_version": "4.45.0.dev0"},
+        },
+        {"eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], **_SAMPLING},
+        (*_LLAMA3, "<|end_header_id|>"),
+        "{{- bos_token }}{%- for message in messages %}"
+        "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim }}"
+        "{{- '<|eot_id|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        {"bos_token": {"__type": "AddedToken", "content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"},
+        template_file="tokenizer_config.json",
+    ),
+    "SmolLM2-135M-Instruct": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
+            **{"bos_token_id": "<|im_start|>", "eos_token_id": "<|im_end|>", "pad_token_id": "<|im_end|>"},
+            **{"is_llama_config": True, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False},
+            **{"rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "rms_norm_eps": 1e-05},
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+            "transformers_version": "4.42.3",
+        },
+        {
+            **{"_from_model_config": True, "bos_token_id": "<|im_start|>", "eos_token_id": "<|im_end|>"},
+            **{"pad_token_id": "<|im_end|>", "transformers_version": "4.42.3"},
+        },
+        _CHAT_ML_TOKENS,
+        with_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "vocab_size": 49152},
+        template_file="tokenizer_config.json",
+        unread=("is_llama_config", "rope_interleaved", "transformers.js_config"),
+    ),
+    "GLM-4.5-Air": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True},
+            **{"pad_token_id": "<|endoftext|>", "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"]},
+            **{"head_dim": 8, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16, "norm_topk_prob": True},
+            **{"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+            **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+            **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False},
+            **{"use_qk_norm": False, "transformers_version": "4.54.0"},
+        },
+        {
+            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
+            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+        },
+        _GLM,
+        "[gMASK]<sop>{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{{- '\\n<think></think>' if "
+        "(enable_thinking is defined and not enable_thinking) else '' }}{%- endif %}",
+        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
+        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
+        shards=True,
+    ),
+    "DeepSeek-V3": Layout(
+        {
+            **DEEPSEEK,
+            **{"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4},
+            **{"topk_group": 2, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "rope_theta": 10000},
+            **{"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>"},
+            "rope_scaling": {**YARN, "beta_fast": 32, "factor": 40, "type": "yarn"},
+            "transformers_version": "4.33.1",
+        },
+        {"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>", **_SAMPLING},
+        _DEEPSEEK,
+        "{{ bos_token }}{%- for message in messages %}"
+        "{%- if message['role'] == 'user' %}{{- '<｜User｜>' + message['content'] }}{%- endif %}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{{- '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
+        "<｜begin▁of▁sentence｜><｜User｜>1+1?<｜Assistant｜>",
+        {
+            "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>", "lstrip": False},
+            "eos_token": {"__type": "AddedToken", "content": "<｜end▁of▁sentence｜>", "lstrip": False},
+        },
+        template_file="tokenizer_config.json",
+        unread=("ep_size",),
+        quantized=True,
+        shards=True,
+    ),
+    "Kimi-K2-Instruct": Layout(
+        {
+            **DEEPSEEK,
+            **{"model_type": "kimi_k2", "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "seq_aux": True},
+            **{"aux_loss_alpha": 0.001, "bos_token_id": "[BOS]", "eos_token_id": "[EOS]", "pretraining_tp": 1},
+            "rope_scaling": {**YARN, "beta_fast": 1.0, "factor": 32.0, "type": "yarn"},
+            "transformers_version": "4.48.3",
+        },
+        {"max_length": 4096, "eos_token_id": "<|im_end|>"},
+        _KIMI,
+        "{%- for message in messages %}{%- if loop.first and messages[0]['role'] != 'system' %}"
+        "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>{%- endif %}"
+        "{{- '<|im_' + message['role'] + '|>' + message['role'] + '<|im_middle|>' + message['content'] }}"
+        "<|im_end|>{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{%- endif %}",
+        "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>"
+        "<|im_user|>user<|im_middle|>1+1?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        {"bos_token": "[BOS]", "eos_token": "[EOS]", "additional_special_tokens": ["<|im_end|>", "<|im_user|>"]},
+        unread=("ep_size", "seq_aux", "aux_loss_alpha"),
+        quantized=True,
+    ),
+}
