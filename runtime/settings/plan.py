@@ -25,6 +25,7 @@ from runtime.settings.placement import (
     num_ranks,
 )
 from runtime.settings.processes import ProcessSpec
+from runtime.settings.prompts import in_the_way, shares_prompts
 from runtime.settings.sizes import (
     StreamSizes,
     group_bytes,
@@ -117,12 +118,21 @@ def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> P
 
 
 def _passes(topology: Topology) -> tuple[PlannedTerm, ...]:
-    """Say which samples get forward and backward passes."""
+    """Say which samples get forward and backward passes, and whether they share prompts."""
     if trains_demonstrations(topology):
         return ()
     named = terms_of_all(topology)
     which = "all samples" if named else "samples with an advantage other than 0"
-    return (PlannedTerm(name="passes", formula=which, source=", ".join(named) or "no other term"),)
+    behind = "computed once, where that saves enough" if shares_prompts(topology) else "computed for each sample"
+    if topology.trainer.share_prompts:
+        behind = "computed once"
+    hindrance = "trainer.share_prompts" if topology.trainer.share_prompts is not None else ""
+    return (
+        PlannedTerm(name="passes", formula=which, source=", ".join(named) or "no other term"),
+        PlannedTerm(
+            name="prompts", formula=behind, source=hindrance or ", ".join(in_the_way(topology)) or "trainer.device"
+        ),
+    )
 
 
 def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> PlannedNode:

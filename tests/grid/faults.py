@@ -12,10 +12,11 @@ import numpy as np
 from actors.trainer.algorithms import log_probs, loss_inputs
 from actors.trainer.data.batch import with_mtp
 from actors.trainer.data.context import Context
+from actors.trainer.data.prompts import PROMPT
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
-from actors.trainer.megatron.layers import attention, router
+from actors.trainer.megatron.layers import attention, router, rows
 from actors.trainer.models import sharding
 from actors.trainer.step import learner, planning
 
@@ -82,6 +83,16 @@ def _megatrons_z_loss(self: router.Router, logits: Any, padding_mask: Any = None
     return TopKRouter.apply_z_loss(self, logits, padding)
 
 
+def _one_owner() -> Any:
+    """All positions of a unit are the prompt's."""
+    right = rows.PackedRow.__init__
+
+    def begin(self: Any, lengths: Any, context: Any, device: Any, shared: Any = None) -> None:
+        right(self, lengths, context, device, shared and replace(shared, owners=np.full_like(shared.owners, PROMPT)))
+
+    return mock.patch.object(rows.PackedRow, "__init__", begin)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "replicas' gradients are not reduced": lambda: mock.patch.object(
         DistributedDataParallel, "finish_grad_sync", _nothing
@@ -115,6 +126,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "sums over a sequence are a rank's own": lambda: mock.patch.object(
         loss_inputs, "_summed", lambda values, group: values.clone()
     ),
+    "responses see others of their prompt": _one_owner,
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._StackRanks, "backward", staticmethod(_own_gradient)

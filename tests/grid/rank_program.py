@@ -21,7 +21,7 @@ from actors.trainer.critic_rank import CriticRank, build_rank
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.precomputed import PrecomputedLogProbs
 from runtime.settings.topology import Topology, decode_topology
-from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch
+from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch, with_prompts
 from tests.grid import faults
 from tests.grid.forked import begin_job, fork_ranks, meet
 from tests.support.checkpoints import save
@@ -33,15 +33,17 @@ FLAT: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0, 1, 2), LAST: ()}  # groups
 SPOILT = {0: (3, 7, 8, 9, 10, 11, 12, 13, 14, 15), 1: (6,), LAST: (1,)}  # rollouts, by step
 
 
-def batch_of(step: int, *, spoilt: bool, idle: bool) -> TrainBatch:
+def batch_of(step: int, *, spoilt: bool, idle: bool, prompts: bool) -> TrainBatch:
     """The last one is so small that some replicas have nothing to do in it.
 
     Args:
         step: its number.
         spoilt: the rewards of some rollouts are NaN.
         idle: the rewards of some groups are equal, all of the first optimizer step of the second train step.
+        prompts: the samples of each group have one prompt.
     """
     batch = random_batch(step) if step < LAST else random_batch(step, num_groups=1, group_size=2)
+    batch = with_prompts(batch) if prompts else batch
     bad_B = np.isin(batch.rollouts_B, SPOILT[step] if spoilt else ())
     rewards_B = np.where(np.isin(batch.groups_B, FLAT[step] if idle else ()), 1.0, batch.rewards_B)
     return replace(batch, rewards_B=np.where(bad_B, np.nan, rewards_B))
@@ -95,13 +97,12 @@ def main(rank: int, world: int, listener: socket, directory: Path, half: str) ->
                     own,
                     rank,
                     "again" if job["reads"] else half,
-                    spoilt=job["spoilt"],
-                    idle=job["idle"],
+                    **{name: job[name] for name in ("spoilt", "idle", "prompts")},
                 )
             gc.collect()
 
 
-def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool, idle: bool) -> None:
+def train(place: Path, store: dist.Store, rank: int, half: str, **kind: bool) -> None:
     topology = decode_topology((place / "topology.json").read_bytes())
     engine = build_rank(topology, place, store, rank)
     if rank or isinstance(engine, CriticRank):
@@ -117,7 +118,7 @@ def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool,
     metrics: list[dict[str, float]] = []
     for step in STEPS[half]:
         begun = engine.begin_publish(2) if step == LAST else None
-        batch = with_precomputed(engine, topology, batch_of(step, spoilt=spoilt, idle=idle))
+        batch = with_precomputed(engine, topology, batch_of(step, **kind))
         metrics.append(engine.train(batch).metrics)  # the last one beside the second export of the same weights
         if begun is not None:
             same.append(engine.finish_publish(begun, confirmed=0).checksum)

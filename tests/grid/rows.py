@@ -101,6 +101,7 @@ class Row:
     told: bool = False  # routed experts of all tokens come with the samples
     kept: bool = False  # log-probs are over the tokens that top-p kept
     idle: bool = False  # some groups have equal rewards, and no term but the policy loss: their samples get no passes
+    prompts: bool = False  # the samples of a group have one prompt; all but the single rank train behind one copy of it
     aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
     critic: bool = False  # PPO: a critic is trained, too
     critic_on: str = ""  # layout of its own ranks; empty: those of the actor
@@ -145,6 +146,7 @@ class Row:
             kept=self.kept,
             aged=self.aged,
             idle=self.idle,
+            prompts=self.prompts,
             critic=self.critic,
         )
 
@@ -167,6 +169,7 @@ class Row:
         parts += ["kept tokens"] if self.kept else []
         parts += ["old actors"] if self.aged else []
         parts += ["idle samples"] if self.idle else []
+        parts += ["shared prompts"] if self.prompts else []
         parts += [f"critic on {self.critic_on}" if self.critic_on else "critic"] if self.critic else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
@@ -187,7 +190,7 @@ class Row:
             megatron = megatron | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}
         return {
             "num_processes": layout.world,
-            "packed": self.packed,
+            **({"share_prompts": True} if self.prompts and self.layout not in BASELINES else {"packed": self.packed}),
             "log_probs_ahead": self.ahead,
             "megatron": megatron,
             "optimizer": layout.optimizer,
@@ -298,6 +301,20 @@ IDLE = tuple(
     Row(layout, packed=packed, idle=True)
     for layout, packed in (("DP2", True), ("PP2", False), ("CP2xDP2+DO", False), ("PP3xVPP2", True), ("DP4+DO", True))
 )
+# the prompts of groups once
+SHARED = (
+    Row("1", prompts=True),
+    Row("TP2+SP", prompts=True, recompute=True, aged=True),
+    Row("PP2", prompts=True, kept=True),
+    Row("CP2", prompts=True, spoilt=True),
+    Row("DP2+DO", prompts=True, idle=True),
+    Row("CP2xDP2+DO", prompts=True, tied=True),
+    Row("CP2xTP2", prompts=True),
+    Row("PP3xVPP2", prompts=True),
+    Row("TP2", prompts=True, critic=True),
+    Row("EP2", prompts=True, kind="qwen3_moe", replay=True),
+    Row("TP2+SP", prompts=True, kind="deepseek_v3", replay=True),
+)
 # values, and a second model whose output layer is not sharded
 CRITIC = (
     Row("TP2+SP", packed=True, critic=True),
@@ -332,6 +349,8 @@ FEW = (
     Row("DP2", packed=True, ahead=True),
     Row("DP2+DO", spoilt=True, kept=True, aged=True),
     Row("DP2", packed=True, idle=True),
+    Row("TP2+SPxPP2", prompts=True, spoilt=True, recompute=True),
+    Row("CP2xDP2+DO", prompts=True, tied=True),
     Row("CP2xDP2+DO", idle=True),
     Row("TP2xDP2+DO", packed=True, recompute=True),
     Row("TP2+SPxPP2", tied=True),
@@ -364,6 +383,7 @@ ALL = (
     *KEPT,
     *AGED,
     *IDLE,
+    *SHARED,
     *CRITIC,
     *CRITIC_APART,
     *(
@@ -415,6 +435,8 @@ FAULTY = (
         )
         if row.layout == layout
     ),
+    (Row("1", prompts=True), "responses see others of their prompt"),
+    (Row("CP2", prompts=True, spoilt=True), "responses see others of their prompt"),
     (TOLD[0], "replicas get experts of other tokens"),
     (BALANCED[0], "losses of the router count a rank's own tokens"),
     (BALANCED[9], "losses of the router are divided by their ranks"),

@@ -170,6 +170,7 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: 
             "reads": job.reads is not None,
             "spoilt": job.row.spoilt,
             "idle": job.row.idle,
+            "prompts": job.row.prompts,
         }
         for job in jobs
     ]

@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # float32 logits per chunk; a CPU chunk should fit the CPU cache
+LEAST_ROWS = 256  # of a chunk, up to `MOST_ELEMENTS`: each chunk reads the weight and adds to its gradient
+MOST_ELEMENTS = 1 << 24
 LOWEST = torch.finfo(torch.float32).min
-KEPT_ELEMENTS = 1 << 26  # logits kept for the backward pass, 256 MB; the others are recomputed
+KEPT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 26}  # logits kept for the backward pass; the others are recomputed
 
 
 class KeptTokens(NamedTuple):
@@ -135,7 +137,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         own = _Statistics(*hidden_MH.new_empty(len(_Statistics._fields), len(hidden_MH), dtype=torch.float32))
         own_topk = None if topk_MK is None else topk_MK - first
         chosen_topk = None if topk_MK is None else hidden_MH.new_empty(topk_MK.shape, dtype=torch.float32)
-        ctx.kept, room = {}, KEPT_ELEMENTS if keeps else 0
+        ctx.kept, room = {}, KEPT_ELEMENTS[hidden_MH.device.type] if keeps else 0
         for rows in _chunks(hidden_MH, weight_VH):
             logits = _logits(hidden_MH[rows], weight_VH, _of_rows(temperature, rows))
             _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
@@ -215,7 +217,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
     """Yield equal chunks of the positions; the last one may be smaller."""
-    size = max(CHUNK_ELEMENTS[hidden_MH.device.type] // weight_VH.size(0), 1)
+    width = weight_VH.size(0)
+    size = max(CHUNK_ELEMENTS[hidden_MH.device.type] // width, min(LEAST_ROWS, MOST_ELEMENTS // width), 1)
     count = len(hidden_MH)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 

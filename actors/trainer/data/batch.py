@@ -167,6 +167,17 @@ class MtpInputs:
     targets_F: Ints  # those second-next tokens
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """How samples share the prompts of a packed row, whose sequences are units (data/prompts.py)."""
+
+    places: Ints  # [t] of the whole row: place of each position in its sample
+    owners: Ints  # [t]: number of the sample in the micro-batch; -1: a prompt's, -2: padding
+    numbers_M: Ints  # number of each target's sample in the micro-batch
+    units: tuple[Ints, ...]  # samples of the batch in each unit
+    num_inputs: int  # input tokens of the samples, a prompt as often as samples have it; 0 on later context ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Input of one forward pass."""
@@ -185,15 +196,26 @@ class MicroBatch:
     temperatures_M: Floats32 | None = None  # of each target; 0: the recipe's. None: all of them
     mtp: MtpInputs | None = None  # MTP inputs; None: the model has no MTP layer
     context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
+    shared: SharedPrompts | None = None  # samples share prompts, and each sequence is a unit; None: they do not
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences over all context-parallel ranks, including the padding sequence of a packed row."""
+        """Number of sequences over all context-parallel ranks, including the padding sequence of a packed row.
+
+        Samples that share prompts are a sequence each.
+        """
+        if self.shared is not None:
+            return len(self.samples)
         return len(self.tokens) if self.bounds is None else len(self.bounds) - 1
+
+    @property
+    def numbers_M(self) -> Ints:
+        """Number of each target's sequence."""
+        return self.sequences.ravel()[self.rows_M] if self.shared is None else self.shared.numbers_M
 
     @cached_property
     def sequences(self) -> Ints:
-        """Number of the sequence at each position, shaped like tokens."""
+        """Number of the sequence, or unit, at each position, shaped like tokens."""
         if self.bounds is None:
             return np.repeat(np.arange(len(self.tokens)), self.tokens.shape[1]).reshape(self.tokens.shape)
         lengths = np.diff(self.bounds).astype(np.int64)
@@ -201,8 +223,8 @@ class MicroBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Positions that hold an input token."""
-        return int(np.count_nonzero(self.sources >= 0))
+        """Positions that hold an input token, counted as if no prompt were shared."""
+        return int(np.count_nonzero(self.sources >= 0)) if self.shared is None else self.shared.num_inputs
 
 
 def make_micro_batch(
@@ -246,10 +268,14 @@ def make_micro_batch(
         sources=sources[None] if packed else sources.reshape(len(samples), -1),
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
     )
-    part = part_of(whole, lengths, context)
-    columns_M = part.columns_M
+    return with_targets(batch, part_of(whole, lengths, context))
+
+
+def with_targets(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+    """Add what the batch has of each target to a micro-batch."""
+    columns_M = micro_batch.columns_M
     return replace(
-        part,
+        micro_batch,
         kept=batch.kept_of(columns_M),
         topk=batch.topk_of(columns_M),
         temperatures_M=batch.temperatures_of(columns_M),
@@ -292,8 +318,10 @@ def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
     place = np.full(whole.tokens.size, -1, dtype=np.int64)
     place[kept] = np.arange(len(kept))
     own = place[whole.rows_M] >= 0
+    shared = None if whole.shared is None else replace(whole.shared, numbers_M=whole.shared.numbers_M[own])
     return replace(
         whole,
+        shared=shared,
         context=context,
         tokens=whole.tokens.ravel()[kept].reshape(len(whole.tokens), -1),
         sources=whole.sources.ravel()[kept].reshape(len(whole.tokens), -1),

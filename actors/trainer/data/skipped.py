@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.data.batch import Ints, LeftOut, MicroBatch, MtpInputs, TrainBatch, only_where, with_mtp
+from actors.trainer.data.prompts import shared_without
 from messages import GroupCompleted, SampleSummary, UntrainedSamples
 from runtime.process.actor import InputError
 from runtime.settings.placement import sample_limit
@@ -82,8 +83,11 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
     """Replace masked samples of a micro-batch, or of a context-parallel rank's part of one, by padding.
 
     Their tokens are not inputs either: a gradient of 0 through a forward pass with NaN is NaN. All other tokens keep
-    their positions, because the recorded experts of an earlier pass depend on them.
+    their positions, because the recorded experts of an earlier pass depend on them. A prompt stays for the samples that
+    share it.
     """
+    if micro_batch.shared is not None:
+        return shared_without(batch, micro_batch, masked_B)
     masked_N = np.repeat(masked_B, batch.lengths_B)
     gone = (micro_batch.sources >= 0) & masked_N[micro_batch.sources]
     kept_M = ~masked_N[micro_batch.columns_M]
@@ -109,9 +113,10 @@ def with_mask(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
     They stay inputs, and all tokens keep their positions.
     """
     kept_M = batch.loss_mask_N[micro_batch.columns_M] != 0
-    columns_M = micro_batch.columns_M[kept_M]
+    columns_M, shared = micro_batch.columns_M[kept_M], micro_batch.shared
     masked = replace(
         micro_batch,
+        shared=None if shared is None else replace(shared, numbers_M=shared.numbers_M[kept_M]),
         rows_M=micro_batch.rows_M[kept_M],
         targets_M=micro_batch.targets_M[kept_M],
         columns_M=columns_M,

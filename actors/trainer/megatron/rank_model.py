@@ -405,7 +405,7 @@ class Replica:
             own = torch.from_numpy(micro_batch.temperatures_M).to(self.device)
             of_targets = torch.where(own > 0, own, temperature)
         request = HeadRequest(rows, targets, of_targets, kept, topk, self._mtp_request(micro_batch))
-        packed = packing(micro_batch.bounds, self.device)
+        packed = packing(micro_batch.bounds, self.device, micro_batch.shared)
         output = model(tokens, None, None, labels=request, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)
 

@@ -5,8 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, make_micro_batch
+from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, empty_micro_batch, make_micro_batch
 from actors.trainer.data.plan import attention_cost, micro_batch_cost, plan_micro_batches
+from actors.trainer.data.prompts import make_shared_micro_batch, unit_lengths, units_of
 from actors.trainer.data.staleness import NOT_SAMPLED
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
@@ -44,6 +45,51 @@ def shared_equally(
         shares = [[NO_SAMPLES] for _ in range(ranks.data_parallel_size())]
     missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
     return [[*members, *([NO_SAMPLES] * missing)] for members in shares]
+
+
+def units_shared(
+    replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int, least_saved: int
+) -> list[list[list[Ints]]] | None:
+    """Distribute samples over the replicas, those with the same prompt behind one copy of it.
+
+    Args:
+        replica: Model replica of this rank.
+        batch: The whole batch.
+        samples: Samples to distribute.
+        max_tokens: Largest micro-batch.
+        least_saved: Positions that must be saved.
+
+    Returns:
+        For each replica its micro-batches, each as units of samples. None: too little is saved.
+    """
+    hf = replica.hf
+    attention = attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights)
+    units = units_of(batch, samples, max_tokens=max_tokens, attention=attention)
+    lengths = unit_lengths(batch, units)
+    if int(np.maximum(batch.lengths_B[samples] - 1, 1).sum() - lengths.sum()) < max(least_saved, 1):
+        return None
+    shares = plan_micro_batches(
+        lengths,
+        np.arange(len(units)),
+        max_tokens=max_tokens,
+        num_replicas=ranks.data_parallel_size(),
+        packed=True,
+        attention=attention,
+    )
+    missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
+    numbers = [[*members, *([NO_SAMPLES] * missing)] for members in shares]
+    return [[[units[number] for number in own.tolist()] for own in members] for members in numbers]
+
+
+def units_laid_out(replica: Replica, batch: TrainBatch, shares: list[list[list[Ints]]]) -> list[MicroBatch]:
+    """Build this replica's micro-batches of units."""
+    multiple, context = replica.length_multiple, replica.context
+    return [
+        make_shared_micro_batch(batch, units, multiple=multiple, context=context)
+        if units
+        else empty_micro_batch(packed=True, multiple=multiple, context=context)
+        for units in shares[ranks.data_parallel_rank()]
+    ]
 
 
 def laid_out(replica: Replica, batch: TrainBatch, shares: list[list[Ints]]) -> list[MicroBatch]:

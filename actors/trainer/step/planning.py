@@ -7,14 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.trainer.data.batch import ExpertIds, Ints, MicroBatch, TrainBatch, only_where, with_mtp
-from actors.trainer.data.plan import split_steps
+from actors.trainer.data.plan import micro_batch_cost, split_steps
 from actors.trainer.data.skipped import Flags
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.step.layout import laid_out, shared_equally
+from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally, units_laid_out, units_shared
 from actors.trainer.step.learner import Learner, OptimizerStep
 from runtime.settings.derived import trains_pairs
 from runtime.settings.placement import max_sample_tokens
+from runtime.settings.prompts import shares_prompts
 from runtime.settings.topology import Topology
 
 
@@ -35,6 +36,8 @@ class Planner:
         self._num_steps = topology.algorithm.num_steps_per_rollout
         self._routes = topology.algorithm.use_rollout_routing_replay
         self._pairs = trains_pairs(topology)
+        self._shares_prompts = shares_prompts(topology)
+        self._must_share = topology.trainer.share_prompts is True
         self._max_tokens = max_sample_tokens(topology)
 
     def steps(self, batch: TrainBatch, idle_B: Flags | None = None) -> list[OptimizerStep]:
@@ -49,16 +52,30 @@ class Planner:
         """
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         planned: list[tuple[Ints, list[list[Ints]]]] = []
-        for samples in split_steps(batch, self._num_steps):
+        shared: dict[int, list[MicroBatch]] = {}
+        for number, samples in enumerate(split_steps(batch, self._num_steps)):
             passed = samples if idle_B is None else samples[~idle_B[samples]]
+            if (own := self._behind_prompts(batch, passed)) is not None:
+                shared[number] = own
+                passed = NO_SAMPLES
             shares = shared_equally(replica, batch, passed, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
             planned.append((samples, shares))
         routed = self._routed_experts(batch, [shares for _, shares in planned])
         steps: list[OptimizerStep] = []
         for number, (samples, shares) in enumerate(planned):
-            own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
+            own = shared.get(number) or [
+                self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)
+            ]
             steps.append(self._learner.reduced_step(batch, number, samples, own, none_B, idle_B))
         return steps
+
+    def _behind_prompts(self, batch: TrainBatch, samples: Ints) -> list[MicroBatch] | None:
+        """Lay samples out behind one copy of each prompt. None: that is off, or saves less than it costs."""
+        if not self._shares_prompts or not len(samples):
+            return None
+        least = 0 if self._must_share else micro_batch_cost(self._replica.layer_weights)
+        shares = units_shared(self._replica, batch, samples, max_tokens=self._max_tokens, least_saved=least)
+        return None if shares is None else units_laid_out(self._replica, batch, shares)
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
         """Add the inputs of routing replay and of the MTP layer to a micro-batch."""

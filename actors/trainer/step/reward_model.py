@@ -118,7 +118,7 @@ class RewardModelStep:
     ) -> Terms:
         """Compute the loss of a micro-batch's responses."""
         device = outputs.values.device
-        numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
+        numbers = micro_batch.numbers_M
         group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
         pairs = rollouts_in(micro_batch, batch.rollouts_B, numbers, device, group)
         signs = torch.from_numpy(signs_of(batch.rewards_B[micro_batch.samples])[numbers]).to(outputs.values)

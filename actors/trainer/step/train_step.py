@@ -427,7 +427,7 @@ class TrainStep:
             if columns.is_kept_N is not None:
                 found_M = torch.where(columns.is_kept_N[where_M], columns.trainer_log_probs_N[where_M], found_M)
             columns.trainer_log_probs_N[where_M] = found_M
-        numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
+        numbers = micro_batch.numbers_M
         group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
         trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]
         rollouts = None

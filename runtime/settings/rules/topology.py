@@ -16,6 +16,7 @@ from runtime.settings.derived import (
 )
 from runtime.settings.placement import home_node, is_loopback, trainer_nodes
 from runtime.settings.processes import longest_silence_s
+from runtime.settings.prompts import in_the_way
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.engines import engine_problems
 from runtime.settings.rules.graders import grader_problems
@@ -45,6 +46,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _precomputed,
         _reward_model,
         _mtp_weight,
+        _shared_prompts,
         _held_out,
         _tokens_in_dumps,
         _weights_of_whole_sequences,
@@ -220,6 +222,12 @@ def _reward_model(topology: Topology) -> Iterator[Problem]:
     if trains_reward_model(topology) and (layers := topology.trainer.megatron.mtp_num_layers):
         message = 'has no effect with algorithm.loss.type = "rm": MTP layers predict tokens, and the model scores them'
         yield Problem.of("trainer.megatron.mtp_num_layers", layers, message)
+
+
+def _shared_prompts(topology: Topology) -> Iterator[Problem]:
+    named = [name for name in in_the_way(topology) if name != "trainer.packed"]
+    if topology.trainer.share_prompts and named:
+        yield Problem.of("trainer.share_prompts", True, f"cannot be combined with {', '.join(named)}")
 
 
 def _mtp_weight(topology: Topology) -> Iterator[Problem]:

@@ -135,6 +135,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     torch_threads: Positive | None = None
     # Pack sequences into one row instead of padding them. By default this is done on a GPU in bfloat16.
     packed: Harmless[bool | None] = None
+    # Compute a prompt once for all samples of an optimizer step that have it, in place of once for each. By default
+    # this is done on the CPU, where it saves enough and no other setting is in its way; `--plan` says which is. Not
+    # implemented yet: on GPUs, whose attention kernel has no mask.
+    share_prompts: Harmless[bool | None] = None
     # Checkpoint that a new run starts from: another run's directory, or Megatron-LM's. By default a new run starts
     # from `model.hf_checkpoint`.
     load: Reads[Text | None] = None

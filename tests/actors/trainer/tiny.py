@@ -118,6 +118,24 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
     )
 
 
+def with_prompts(batch: TrainBatch, *, longest: int = 6) -> TrainBatch:
+    """The batch with one prompt for the samples of each group: they have as many tokens before their first trained."""
+    draw = np.random.default_rng(batch.step + 50)
+    columns: dict[str, list[Any]] = {"tokens_N": [], "loss_mask_N": [], "rollout_log_probs_N": [], "staleness_N": []}
+    prompts = {group: draw.integers(0, VOCAB, draw.integers(1, longest)) for group in batch.groups_B.tolist()}
+    lengths: list[int] = []
+    for sample, start in enumerate(batch.starts_B.tolist()):
+        own = slice(start, start + int(batch.lengths_B[sample]))
+        first = int(np.argmax(batch.loss_mask_N[own])) if batch.loss_mask_N[own].any() else own.stop - own.start - 1
+        prompt = prompts[int(batch.groups_B[sample])]
+        lengths.append(len(prompt) + own.stop - start - first)
+        for name, column in columns.items():
+            before = prompt if name == "tokens_N" else np.full(len(prompt), -1 if name == "staleness_N" else 0)
+            column.append(np.concatenate([before, getattr(batch, name)[own][first:]]))
+    joined = {name: np.concatenate(column).astype(getattr(batch, name).dtype) for name, column in columns.items()}
+    return replace(batch, lengths_B=np.array(lengths), **joined)
+
+
 def pairs(step: int, num_pairs: int = 8) -> TrainBatch:
     """Preference pairs of random samples: a rollout with two parts, rewards 1 and 0."""
     batch = random_batch(step, num_groups=num_pairs, group_size=2)

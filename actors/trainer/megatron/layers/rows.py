@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.trainer.data.batch import SharedPrompts
 from actors.trainer.data.context import Context, Ints
+from actors.trainer.data.prompts import PADDING, PROMPT
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 
@@ -49,16 +51,20 @@ class Positions:
 class PackedRow(PackedSeqParams):
     """Megatron's PackedSeqParams, with the metadata of our attention."""
 
-    def __init__(self, lengths: Ints, context: Context, device: torch.device) -> None:
+    def __init__(
+        self, lengths: Ints, context: Context, device: torch.device, shared: SharedPrompts | None = None
+    ) -> None:
         """Compute all metadata except the mask.
 
         Args:
-            lengths: Lengths of the whole sequences.
+            lengths: Lengths of the whole sequences, or units.
             context: Context-parallel rank that holds this part of each sequence.
             device: Device of the row.
+            shared: Prompts that samples share. None: none.
         """
         starts, kept = np.cumsum(lengths) - lengths, context.kept(lengths)
         within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+        within = within if shared is None else shared.places
         positions, *others = on_device([within[kept], *_columns(lengths, starts, context)], device)
         places, longest = Positions(positions), int(lengths.max())
         super().__init__(
@@ -82,24 +88,48 @@ class PackedRow(PackedSeqParams):
                 for index, (queries, keys) in enumerate(_halves(lengths, context))
             ]
         self._lengths, self._context, self._device = lengths, context, device
+        self._shared = shared
         self._mask: Tensor | None = None
+        self._units: Units | None = None
+
+    @property
+    def units(self) -> "Units | None":
+        """The row's units as rows of their own. None: no prompt is shared, or other ranks have parts of the units."""
+        if self._units is None and self._shared is not None and self._context.size == 1:
+            self._units = _units(self._lengths, self._shared, self._device)
+        return self._units
 
     @property
     def mask(self) -> Tensor:
-        """Attention mask [queries, keys]: each query of this rank sees its own sequence up to its own position."""
+        """Attention mask [queries, keys]: each query of this rank sees its own sequence up to its own position.
+
+        In a unit it sees the prompt and its own sample.
+        """
         if self._mask is None:
-            self._mask = _mask(self._lengths, self._context).to(self._device)
+            self._mask = _mask(self._lengths, self._context, self._shared).to(self._device)
         return self._mask
 
 
-def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> PackedRow | None:
+class Units(NamedTuple):
+    """Units of a packed row as rows of equal length, for one call of the attention kernel."""
+
+    places: Tensor  # [b * s], position in the packed row; 0 in padding
+    back: Tensor  # [t], position of each position of the packed row in those rows
+    size: tuple[int, int]  # b, s
+    mask: Tensor  # [b, 1, s, s]
+
+
+def packing(
+    bounds: NDArray[np.int32] | None, device: torch.device, shared: SharedPrompts | None = None
+) -> PackedRow | None:
     """Build the PackedSeqParams of a packed row.
 
     Args:
         bounds: Start of each whole sequence, then the end. None: the batch is padded.
         device: Device of the row.
+        shared: Prompts that samples share. None: none.
     """
-    return None if bounds is None else PackedRow(np.diff(bounds).astype(np.int64), own_context(), device)
+    return None if bounds is None else PackedRow(np.diff(bounds).astype(np.int64), own_context(), device, shared)
 
 
 def own_context() -> Context:
@@ -134,7 +164,24 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts, lengths) + within
 
 
-def _mask(lengths: Ints, context: Context) -> Tensor:
+def _mask(lengths: Ints, context: Context, shared: SharedPrompts | None) -> Tensor:
     segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), np.arange(int(lengths.sum()))
     positions, keys = torch.from_numpy(context.kept(lengths)), torch.from_numpy(everywhere)
-    return (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
+    mask = (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
+    if shared is None:
+        return mask
+    owners = torch.from_numpy(shared.owners)
+    return mask & ((owners[None, :] == owners[positions][:, None]) | (owners[None, :] == PROMPT))
+
+
+def _units(lengths: Ints, shared: SharedPrompts, device: torch.device) -> Units:
+    """Lay the units out as rows. A position of padding sees itself."""
+    starts, within = np.cumsum(lengths) - lengths, np.arange(int(lengths.max()))
+    real = within < lengths[:, None]
+    places = np.where(real, starts[:, None] + within, 0)
+    owners = np.where(real, shared.owners[places], PADDING)
+    sees = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == PROMPT)
+    sees &= within[:, None] >= within
+    mask = torch.from_numpy(sees[:, None]).to(device)
+    placed, back = on_device([places.ravel(), np.flatnonzero(real)], device)
+    return Units(placed, back, (len(lengths), len(within)), mask)

@@ -14,9 +14,9 @@ TEMPERATURE = 0.7
 TARGETS = torch.tensor([0, 10, 4, 3, 3])
 SIZES = {
     "one chunk": {},
-    "two rows a chunk": {"CHUNK_ELEMENTS": {"cpu": 22}},
-    "two rows a chunk, one kept": {"CHUNK_ELEMENTS": {"cpu": 22}, "KEPT_ELEMENTS": 22},
-    "none kept": {"KEPT_ELEMENTS": 0},
+    "two rows a chunk": {"CHUNK_ELEMENTS": {"cpu": 22}, "LEAST_ROWS": 1},
+    "two rows a chunk, one kept": {"CHUNK_ELEMENTS": {"cpu": 22}, "LEAST_ROWS": 1, "KEPT_ELEMENTS": {"cpu": 22}},
+    "none kept": {"KEPT_ELEMENTS": {"cpu": 0}},
 }
 
 
@@ -116,7 +116,8 @@ class Largest(TorchDispatchMode):
 def test_logits_exist_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     chunk, vocabulary, positions = 20_000, 5_000, 300  # 1,500,000 logits in all
     monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", {"cpu": chunk})
-    monkeypatch.setattr(log_probs, "KEPT_ELEMENTS", kept)
+    monkeypatch.setattr(log_probs, "KEPT_ELEMENTS", {"cpu": kept})
+    monkeypatch.setattr(log_probs, "LEAST_ROWS", 1)
     hidden, weight = torch.randn(positions, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
     with Largest(weight.shape) as largest:
         values, _ = log_probs_and_entropy(hidden, weight, torch.zeros(positions, dtype=torch.long))
