@@ -1,7 +1,7 @@
 """Messages of the bus. Importing this package registers every message type."""
 
 from messages.arrays import Float32Array, Int32Array, PackedArray, UInt8Array
-from messages.base import FileSum, Message, MessageT, Plane, message_types, tag_of
+from messages.base import EngineSums, FileSum, Message, MessageT, Plane, message_types, tag_of
 from messages.calls import (
     ActorDescribed,
     BucketSent,
@@ -138,6 +138,7 @@ __all__ = [
     "EngineRequestsFailed",
     "EngineState",
     "EngineStateChanged",
+    "EngineSums",
     "EngineUpdate",
     "EvalCompleted",
     "EvalEnded",

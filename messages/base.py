@@ -73,6 +73,16 @@ def message_types() -> dict[str, type[Message]]:
     return dict(_registry)
 
 
+class EngineSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Checksums of a weight version's tensors as engines hold them, computed by the trainer."""
+
+    tp_size: int
+    dtype: str
+    is_padded: bool  # as SGLang pads; the tiny engine does not
+    checksum: str  # of all tensors, as an engine reports it
+    tensors: str  # 8 hex digits of each tensor, in the order of the engine's names
+
+
 class FileSum(msgspec.Struct, frozen=True, kw_only=True):
     """Size and checksum of a published file."""
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from messages.arrays import Float32Array
-from messages.base import FileSum, Message, Plane, register
+from messages.base import EngineSums, FileSum, Message, Plane, register
 from messages.samples import SampleSummary
 
 
@@ -254,6 +254,8 @@ class WeightSyncDecided(Message, kw_only=True, tag="weight_sync_decided"):
     reason: str = ""  # of an abort
     checksum: str = ""  # identity of all tensors sent: equal weights have equal checksums; "": not compared
     num_buckets: int = 0
+    engine_sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
+    no_sums: str = ""
 
 
 @register

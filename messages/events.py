@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from messages.base import FileSum, Message, Plane, register
+from messages.base import EngineSums, FileSum, Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
 from messages.samples import EngineNumbers, LastSample, SampleSummary
 
@@ -158,6 +158,9 @@ class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
     num_engines: int
     took_s: float  # from the announcement, or the end of an evaluation that delayed it, until verified
     engines: tuple[EngineUpdate, ...] = ()
+    not_compared: dict[
+        str, tuple[str, ...]
+    ] = {}  # engines whose tensors are not compared with the trainer's, by reason
 
 
 @register
@@ -349,6 +352,8 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     files: dict[str, FileSum] = {}  # by name, of the full files that engines read; empty: not compared
     again_of: int = 0  # republishes the weights of this version, whose files engines could not read; 0: new weights
     start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
+    engine_sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
+    no_sums: str = ""
 
 
 @register

@@ -474,5 +474,6 @@ class RolloutActor(Actor):
                     num_engines=fleet.serving.num_admitted(),
                     took_s=took_s,
                     engines=fleet.updates(version, since),
+                    not_compared=fleet.take_not_compared(),
                 )
             )

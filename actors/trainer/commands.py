@@ -293,7 +293,7 @@ class TrainerRank:
         begun = self._versions.begin(version, whole=whole)
         delta, base = str(begun.delta or ""), str(begun.base or "")
         self._writer.begin_export(
-            str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base
+            str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base, for_engines=True
         )
         return Unpublished(begun, self._probe(self.prompt_ids()), 0.0)
 

@@ -435,6 +435,8 @@ class Leader:
             base_version=published.base_version,
             delta_bytes=published.delta_bytes,
             files=dict(published.files),
+            engine_sums=published.sums,
+            no_sums=published.no_sums,
             again_of=self._republishing.first if again else 0,
         )
         await self._colocation.give(step, lambda: self._tell(announced), announced.size_bytes)

@@ -1,4 +1,4 @@
-"""Checksums of weights by Hugging Face name. One string compares a trainer's files with an engine's tensors.
+"""Checksums of weights: of files, by Hugging Face name, and of an engine's own tensors, as SGLang reports them.
 
 Algorithm, version 1. Every tensor has a header: the JSON text `["NAME","DTYPE",[SHAPE]]` without spaces. DTYPE is the
 safetensors name ("F32", "BF16"). A tensor's checksum is sha256(header + newline + data), where data is its
@@ -9,9 +9,9 @@ newline-terminated line of lower-case hex, in the code point order of the names.
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from runtime.models.safetensors import read_tensors
 
@@ -44,6 +44,29 @@ def combined(tensors: Mapping[str, str]) -> Checksums:
     ordered = dict(sorted(tensors.items()))
     digest = hashlib.sha256("".join(f"{checksum}\n" for checksum in ordered.values()).encode())
     return Checksums(tensors=ordered, total=digest.hexdigest())
+
+
+DIGITS: Final = 8  # of each tensor in `digits_of`
+
+
+def rank_checksum(checksums: Mapping[str, str]) -> str:
+    """Combine the checksums of the tensors that one rank of an engine holds, like SGLang's `per_gpu_checksum`."""
+    return hashlib.sha256("".join(name + checksums[name] for name in sorted(checksums)).encode()).hexdigest()
+
+
+def engine_checksum(ranks: Iterable[Mapping[str, str]]) -> str:
+    """Combine the checksums of an engine's ranks, like SGLang's `per_engine_checksum`."""
+    return hashlib.sha256("".join(map(rank_checksum, ranks)).encode()).hexdigest()
+
+
+def digits_of(ranks: Sequence[Mapping[str, str]]) -> str:
+    """Shorten the checksums of an engine's tensors to a few digits each, in the order of their names.
+
+    They show which tensor differs; `engine_checksum` shows whether one does.
+    """
+    names = sorted({name for rank in ranks for name in rank})
+    joined = ("".join(rank.get(name, "") for rank in ranks) for name in names)
+    return "".join(hashlib.sha256(each.encode()).hexdigest()[:DIGITS] for each in joined)
 
 
 def checksums_of(directory: Path) -> Checksums:

@@ -31,6 +31,7 @@ from messages import (
     UserFunctionRaised,
     VerdictGiven,
     WeightsAnnounced,
+    WeightsApplied,
     WeightsLost,
     WeightsProgressed,
     WeightsRefused,
@@ -139,6 +140,8 @@ def line_of(event: Message) -> str | None:
             return f"{lost}: their evaluation goes on with v{event.newer}"
         case WeightsRefused():
             return _refusal_line(event)
+        case WeightsApplied() if event.not_compared:
+            return _not_compared_line(event)
         case WeightsProgressed():
             shown = [f"{engine} {doing}" for engine, doing in list(event.engines.items())[:SHOWN_ENGINES]]
             more = len(event.engines) - len(shown)
@@ -157,6 +160,14 @@ def line_of(event: Message) -> str | None:
             return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is requested"
         case _:
             return None
+
+
+def _not_compared_line(event: WeightsApplied) -> str:
+    shown = [f"{', '.join(engines[:SHOWN_ENGINES])} ({why})" for why, engines in event.not_compared.items()]
+    return (
+        f"tensors are not compared with the trainer's sums at {'; '.join(shown)}: the probe finds wrong weights there, "
+        "not a wrong bit or a small change"
+    )
 
 
 def _refusal_line(event: WeightsRefused) -> str:

@@ -244,7 +244,8 @@ GOLDEN = [
     ),
     (
         JSON,
-        b'{"type":"weight_sync_decided","session":"1.2","is_commit":true,"reason":"","checksum":"c","num_buckets":5}',
+        b'{"type":"weight_sync_decided","session":"1.2","is_commit":true,"reason":"","checksum":"c","num_buckets":5,'
+        b'"engine_sums":null,"no_sums":""}',
         WeightSyncDecided(session="1.2", is_commit=True, checksum="c", num_buckets=5),
     ),
     (

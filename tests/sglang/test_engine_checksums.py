@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.weights.engine_sums import Checksums, Layout, expected_checksums
+from runtime.models.checksums import engine_checksum
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server
 from tests.sglang.test_verification import running
-from tests.support.engine_checksums import Checksums, Layout, engine_checksum, expected_checksums
 from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, write_tokenizer
 

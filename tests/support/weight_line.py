@@ -29,6 +29,7 @@ from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.weights.broadcast import JOIN_TIMEOUT_S, Broadcast, StageGroup
 from actors.trainer.weights.calls import Ask
+from actors.trainer.weights.engine_sums import Layout, SumsSink, expected_checksums, joined_sums
 from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
 from actors.trainer.weights.export import BucketWriter, Sink, weight_thread
 from actors.trainer.weights.members import Membership
@@ -41,9 +42,9 @@ from messages import (
     WeightSyncDecided,
     WeightSyncPrepared,
 )
+from runtime.models.checksums import engine_checksum
 from runtime.settings.placement import UpdateLimits
 from runtime.settings.tables.engines import Verify
-from tests.support.engine_checksums import Layout, engine_checksum, expected_checksums
 
 ENGINE: Final = "engine-0"
 LIMIT_S: Final = 60.0  # timeout of each wait for the other side
@@ -129,6 +130,7 @@ class Halves:
         mode: What an engine does with running requests during a sync.
         verify: How much of each weight update to verify.
         timeout_s: Timeout of each step, in seconds.
+        layout: Of the engine, whose sums the trainer computes and sends. None: it sends none.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class Halves:
         mode: Mode = "retract",
         verify: Verify = "always",
         timeout_s: float = LIMIT_S,
+        layout: Layout | None = None,
     ) -> None:
+        self._layout = layout
         self._client = client
         self._verifier = verifier_of(client, mode, verify=verify, timeout_s=timeout_s)
         self._updates = WeightUpdates(client)
@@ -245,7 +249,8 @@ class Halves:
 
         line = Line(self._way(session, membership), corrupt)
         wanted = membership.is_compared
-        sink = EngineSink(session, 0, line, ask, fingerprints=wanted, timeout_s=self._timeout_s)
+        sums = None if self._layout is None else SumsSink(self._model, self._layout)
+        sink = EngineSink(session, 0, line, ask, fingerprints=wanted, timeout_s=self._timeout_s, sums=sums)
         sent = await anyio.to_thread.run_sync(send, sink, tensors)
         self.sent = sent
         return await self._end(session, sent)
@@ -265,7 +270,11 @@ class Halves:
             return sent.failed
         return await self._ask(
             WeightSyncDecided(
-                session=session, is_commit=True, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets
+                session=session,
+                is_commit=True,
+                checksum=str(sent.fingerprints),
+                num_buckets=sent.num_buckets,
+                engine_sums=None if self._layout is None else joined_sums(self._layout, [sent.sums]),
             )
         )
 
@@ -283,12 +292,17 @@ async def carried_out(update: AsyncGenerator[Updated]) -> Updated:
 
 
 def verifier_of(
-    client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S
+    client: SglangClient,
+    mode: Mode,
+    *,
+    verify: Verify = "always",
+    timeout_s: float = LIMIT_S,
+    trainer_dtype: str = "float32",
 ) -> WeightVerifier:
     """Make the verifier of a rollout actor without requests."""
     updater = Updater(client, mode, limits=UpdateLimits(stall_s=timeout_s))
     updater.interrupt_by(_nothing_to_interrupt)
-    return WeightVerifier(client, updater, UpdateTracker(), verify=verify, trainer_dtype="float32")
+    return WeightVerifier(client, updater, UpdateTracker(), verify=verify, trainer_dtype=trainer_dtype)
 
 
 async def _nothing_to_interrupt(_: str) -> None:

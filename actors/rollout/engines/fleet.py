@@ -140,6 +140,10 @@ class Fleet:
             if engine.version == version
         )
 
+    def take_not_compared(self) -> dict[str, tuple[str, ...]]:
+        """Return the engines whose tensors are not compared with the trainer's sums, by reason; each pair once."""
+        return self._verifier.take_not_compared()
+
     @property
     def engines(self) -> list[Engine]:
         """All known engines."""

@@ -227,9 +227,13 @@ class SglangClient:
 
     async def checksum(self, engine: str, timeout_s: float | None = None) -> str | None:
         """Return the checksum of an engine's weights."""
+        return (await self.checksums(engine, timeout_s)).per_engine_checksum
+
+    async def checksums(self, engine: str, timeout_s: float | None = None) -> ChecksumAnswer:
+        """Return the checksums of an engine's weights, also of each tensor."""
         url = engine + "/weights_checker"
         answer = await self._post(url, {"action": "checksum"}, timeout_s or self._stall_s)
-        return decode_control(url, answer, ChecksumAnswer).per_engine_checksum
+        return decode_control(url, answer, ChecksumAnswer)
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
         """Return the log-probs of a prompt's tokens at temperature 1, recomputed without the cache.

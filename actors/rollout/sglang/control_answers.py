@@ -13,11 +13,18 @@ RUN_LABEL: Final = "physarum_run"  # of an engine at a router
 MAX_REQUESTS: Final = 1_000_000  # of a scheduler: a load that reports more is refused
 
 
+class RankSums(msgspec.Struct, frozen=True):
+    """Checksums of the tensors that one rank of an engine holds."""
+
+    checksums: dict[str, str] = {}
+
+
 class ChecksumAnswer(msgspec.Struct, frozen=True):
     """Response of /weights_checker."""
 
     success: bool
     per_engine_checksum: str | None = None
+    ranks: tuple[RankSums, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ NO_DIAGNOSTICS: Final = {  # a crashing server waits 65 s for its dumps and keep
 CRASH_WORDS: Final = ("hit an exception",)  # logged by the scheduler before its server sends itself SIGKILL
 OVERRIDES: Final = "json_model_override_args"  # argument: keys that replace those of config.json
 
+TINY_ENGINE: Final = "physarum-embedded"  # version that the tiny engine reports in /server_info
 FROM_PEER: Final = "remote_instance"  # load format of weights from a peer
 UNLABELLED: Final = "default"  # label of weights that were never labelled
 LAYOUT_KEYS: Final = (  # keys of /server_info; engines with equal values have equal tensors for equal files

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.trainer.models.shards import bytes_of, entry_of
 from actors.trainer.weights.calls import Ask
+from actors.trainer.weights.engine_sums import SumsSink
 from actors.trainer.weights.export import Work
 from actors.trainer.weights.gathering import Bucket
 from messages import BucketSent
@@ -44,6 +45,7 @@ class Sent(NamedTuple):
     num_buckets: int = 0
     size_bytes: int = 0
     fingerprints: dict[str, str] = {}  # by tensor; empty: not requested
+    sums: dict[str, list[str]] = {}  # checksums of the engines' tensors on each of an engine's ranks; empty: none
     failed: dict[str, str] = {}  # reason by engine; the rank's own failure under ""
 
 
@@ -59,6 +61,7 @@ class EngineSink:
         *,
         fingerprints: bool,
         timeout_s: float,
+        sums: SumsSink | None = None,
     ) -> None:
         """Prepare to send the buckets of one stage.
 
@@ -69,7 +72,9 @@ class EngineSink:
             ask: calls the member engines.
             fingerprints: compute fingerprints of the tensors while they are sent.
             timeout_s: seconds for a bucket.
+            sums: computes checksums of the engines' tensors meanwhile.
         """
+        self._sums = sums
         self._session = session
         self._stage = stage
         self._transport = transport
@@ -92,7 +97,8 @@ class EngineSink:
     def close(self) -> Sent:
         """Return the result."""
         self._rooms.clear()  # colocated engines need the memory next
-        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
+        sums = {} if self._sums is None or self._failed else self._sums.close()
+        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, sums, self._failed)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
         """Copy the bytes of a bucket to a reused buffer: new memory pages take longer than the copy."""
@@ -121,6 +127,8 @@ class EngineSink:
 
     def _add_fingerprints(self, bucket: Bucket) -> None:
         self._fingerprints |= fingerprints_of(bucket) if self._takes_fingerprints else {}
+        if self._sums is not None:
+            self._sums.take(bucket)()
 
 
 def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSent:

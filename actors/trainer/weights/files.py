@@ -15,6 +15,7 @@ from actors.trainer.megatron.groups import all_gather_objects
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shards import Shard, ShardWriter, bytes_of, cut_into_shards, entry_of, named, write_index
 from actors.trainer.weights.delta import DeltaWriter
+from actors.trainer.weights.engine_sums import Layout, SumsSink, joined_sums
 from actors.trainer.weights.export import AS_TRAINED, Sink, WeightConversion, WeightExport, Work, gathered
 from actors.trainer.weights.gathering import Bucket, Part, first_rank, whole_entries
 from actors.trainer.weights.publish import Written
@@ -166,6 +167,7 @@ def export_to_files(
     bucket_bytes: int,
     form: WeightConversion = AS_TRAINED,
     delta_base: DeltaBase | None = None,
+    layout: Layout | str = "",
 ) -> WeightExport[Written]:
     """Begin an export to files. All ranks call it together; the first rank of each stage writes its tensors.
 
@@ -180,6 +182,7 @@ def export_to_files(
         bucket_bytes: maximum bytes of tensors gathered at a time.
         form: conversion of the tensors.
         delta_base: base version of a delta to write in addition to the full files; None: only full files.
+        layout: of the engines whose checksums are computed meanwhile, or why none are.
     """
     entries = form.of_entries(whole_entries(parts, model)) if dist.get_rank() == first_rank() else []
     cut = cut_into_shards(entries)
@@ -189,10 +192,12 @@ def export_to_files(
     writers = [rank for rank, count in enumerate(counts) if count]
     if delta_base is not None and dist.get_rank() in writers:
         sinks.append(DeltaSink(delta_base, files, number=writers.index(dist.get_rank()) + 1, total=len(writers)))
+    if isinstance(layout, Layout):
+        sinks.append(SumsSink(model, layout))
     return WeightExport(
         gathered(parts, model, device, bucket_bytes),
         [OnHost(sinks)],
-        lambda results: _written(directory, [each for (each,) in results]),
+        lambda results: _written(directory, [each for (each,) in results], layout),
         thread,
         device=device,
         bucket_bytes=bucket_bytes,
@@ -200,10 +205,11 @@ def export_to_files(
     )
 
 
-def _written(directory: Path, by_rank: Sequence[Sequence[Any]]) -> Written:
+def _written(directory: Path, by_rank: Sequence[Sequence[Any]], layout: Layout | str) -> Written:
     """Join what the ranks wrote. Rank 0 writes the index of the full files."""
     shares: list[FilesShare] = [results[0] for results in by_rank]
-    deltas: list[DeltaShare] = [results[1] if len(results) > 1 else DeltaShare() for results in by_rank]
+    deltas = [each for results in by_rank for each in results if isinstance(each, DeltaShare)]
+    sums: list[dict[str, list[str]]] = [each for results in by_rank for each in results if isinstance(each, dict)]
     if any(share.is_full for share in shares):
         raise no_space(directory, sum(share.size_bytes for share in shares))
     if errors := [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]:
@@ -215,4 +221,5 @@ def _written(directory: Path, by_rank: Sequence[Sequence[Any]]) -> Written:
         [tensor for delta in deltas for tensor in delta.tensors],
         "; ".join(f"rank {rank}: {delta.error}" for rank, delta in enumerate(deltas) if delta.error),
         {name: each for share in shares for name, each in share.files.items()},
+        *((joined_sums(layout, sums), "") if isinstance(layout, Layout) else (None, layout)),
     )

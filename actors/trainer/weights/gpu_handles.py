@@ -113,7 +113,7 @@ class HandleSender:
         for number, first in enumerate(firsts):
             if not self._send_stage(number, first, weights if number == stage else None, form):
                 break
-        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
+        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, failed=self._failed)
 
     def _send_stage(self, stage: int, first: int, weights: Iterator[Bucket] | None, form: WeightConversion) -> bool:
         """Send the tensors of a stage. Returns whether all engines loaded them."""

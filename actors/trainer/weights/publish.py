@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from actors.trainer.models.files import copy_small_files, set_format
-from messages import FileSum, WeightProbe
+from messages import EngineSums, FileSum, WeightProbe
 from runtime.models.checksums import combined
 from runtime.models.delta import DeltaError, TensorDelta, Version, write_index
 from runtime.models.file_sums import sum_of
@@ -44,6 +44,8 @@ class Published:
     base_version: int = 0  # version that the delta applies to; 0: the version is full
     delta_bytes: int = 0  # of the delta
     files: Mapping[str, FileSum] = field(default_factory=dict[str, FileSum])  # files that an engine reads, by name
+    sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
+    no_sums: str = ""
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
@@ -56,6 +58,8 @@ class Written(NamedTuple):
     tensors: Sequence[TensorDelta] = ()  # delta form of each; empty: no delta was requested, or it failed
     no_delta: str = ""  # why the delta failed
     files: Mapping[str, FileSum] = MappingProxyType({})  # by name; empty: file sums are not compared
+    sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
+    no_sums: str = ""
 
     @property
     def checksum(self) -> str:
@@ -151,6 +155,8 @@ class Versions:
             base_version=base_version,
             delta_bytes=delta_bytes,
             files=files,
+            sums=written.sums,
+            no_sums=written.no_sums,
         )
 
     def prune(self, *, confirmed: int) -> None:

@@ -20,6 +20,7 @@ from actors.trainer.rendezvous import own_address
 from actors.trainer.weights.broadcast import Broadcast, StageGroup
 from actors.trainer.weights.calls import POOL, AskOf
 from actors.trainer.weights.cast import FORMS
+from actors.trainer.weights.engine_sums import Layout, SumsSink, joined_sums, layout_of
 from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
 from actors.trainer.weights.export import (
     AS_TRAINED,
@@ -35,7 +36,7 @@ from actors.trainer.weights.gathering import Bucket, Part, first_rank, own_parts
 from actors.trainer.weights.gpu_handles import HandleSender, ranks_at_engines
 from actors.trainer.weights.members import Membership
 from actors.trainer.weights.shared_memory import Segments, remove_segments, segment_prefix
-from messages import UpdateGroup
+from messages import EngineSums, UpdateGroup
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology
 
@@ -56,6 +57,7 @@ class RankSender:
         self.calls = calls
         self._topology = topology
         self._replica = replica
+        self.layout = layout_of(topology, replica.hf, replica.device)  # of the engines
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
         self._groups: dict[int, StageGroup] = {}  # by update group
@@ -177,6 +179,13 @@ class RankSender:
         sending, self._sending = self._sending, None
         return sending.finish()
 
+    def sums_of(self, sent: Sequence[Sent]) -> tuple[EngineSums | None, str]:
+        """Return the checksums of what all ranks sent, as engines hold it, or why there are none."""
+        if isinstance(self.layout, str):
+            return None, self.layout
+        shares = [each.sums for each in sent if each.sums]
+        return (joined_sums(self.layout, shares) if shares else None), ""
+
     def _own_parts(self) -> list[Part]:
         return own_parts(self._replica.complete_chunks(), self._replica.hf)
 
@@ -227,7 +236,9 @@ class RankSender:
         if not self._is_first:
             return []
         assert self._ask_of is not None
-        group = self._groups.get(membership.part)
+        group, sums = self._groups.get(membership.part), None
+        if membership.is_compared and isinstance(self.layout, Layout):
+            sums = SumsSink(self._replica.hf, self.layout)
         if group is None:
             transport: BucketTransport = Segments(f"{self._prefix}-{session}", membership.readers)
         else:
@@ -240,5 +251,6 @@ class RankSender:
                 self._ask_of(membership.instances),
                 fingerprints=membership.is_compared,
                 timeout_s=timeout_s,
+                sums=sums,
             )
         ]

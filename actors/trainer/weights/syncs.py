@@ -205,7 +205,15 @@ class WeightSessions:
             return
         fingerprints = {name: each for share in sent for name, each in share.fingerprints.items()}
         identity = combined(fingerprints).total if membership.is_compared else ""
-        commit = WeightSyncDecided(session=session, is_commit=True, checksum=identity, num_buckets=outcome.num_buckets)
+        engine_sums, no_sums = self._sending.sums_of(sent)
+        commit = WeightSyncDecided(
+            session=session,
+            is_commit=True,
+            checksum=identity,
+            num_buckets=outcome.num_buckets,
+            engine_sums=engine_sums,
+            no_sums=no_sums,
+        )
         outcome.is_finished = True
         outcome.failed |= await ask_all(
             self._bus, membership.instances, commit, self._timeout_s, times=TRIES, at_work=self._note_at_work

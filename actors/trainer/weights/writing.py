@@ -11,6 +11,7 @@ from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.ranks import RankCalls, on_all_ranks
 from actors.trainer.weights.cast import FORMS
+from actors.trainer.weights.engine_sums import layout_of
 from actors.trainer.weights.export import WeightExport, copied
 from actors.trainer.weights.files import DeltaBase, export_to_files
 from actors.trainer.weights.gathering import own_parts
@@ -43,6 +44,7 @@ class RankWriter:
         self._policy = policy
         self._critic = critic
         self._thread = thread
+        self._layout = layout_of(topology, policy.hf, policy.device)
         self._bucket_bytes = topology.trainer.export_bucket_bytes  # gathered at a time
         self._export: WeightExport[Written] | None = None
         self._checksums: Mapping[str, str] = {}  # by tensor, of the version that was written last
@@ -63,6 +65,7 @@ class RankWriter:
         delta: str = "",
         base: str = "",
         of_critic: bool = False,
+        for_engines: bool = False,
     ) -> None:
         """Start to write the weights.
 
@@ -73,6 +76,7 @@ class RankWriter:
             delta: directory for the delta to the previous version; empty: no delta.
             base: full files of the previous version.
             of_critic: write the critic, not the policy.
+            for_engines: compute the checksums of an engine's tensors too.
         """
         with self._policy.memory.phase("export"):
             replica = self._critic if of_critic else self._policy
@@ -89,6 +93,7 @@ class RankWriter:
                 bucket_bytes=self._bucket_bytes,
                 form=FORMS[weight_format],
                 delta_base=DeltaBase(Path(delta), Path(base), self._checksums) if delta else None,
+                layout=self._layout if for_engines else "",
             )
             if copy:
                 replica.between = export.advance

@@ -12,7 +12,7 @@ from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
 from actors.rollout.sglang.control_answers import Load
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
-from messages import WeightsAnnounced
+from messages import EngineSums, WeightsAnnounced
 from runtime.bus.background import in_background
 from runtime.bus.errors import BusError
 from runtime.bus.kv import KeyValues
@@ -104,6 +104,14 @@ class Pauses:
             await self._kv.put(self._key, sorted(self._others.intersection(paused)))
 
 
+class SentWeights(NamedTuple):
+    """What an engine was told to load."""
+
+    checksum: str  # of the files, or of the tensors of a weight sync
+    sums: EngineSums | None  # of the tensors that the engine holds then; None: `no_sums` says why
+    no_sums: str
+
+
 class Updater:
     """Updates engines according to the recipe's `on_weight_update`.
 
@@ -163,11 +171,11 @@ class Updater:
     @asynccontextmanager
     async def loaded(
         self, url: str, announced: WeightsAnnounced, label: str, member: SyncMember | None, *, is_compared: bool
-    ) -> AsyncGenerator[str]:
+    ) -> AsyncGenerator[SentWeights]:
         """Load weights, and let the engine go on after the block.
 
         Yields:
-            The checksum of what was sent. If it is compared, the engine generates nothing in the block.
+            What was sent. If it is compared, the engine generates nothing in the block.
 
         Args:
             url: of the engine.
@@ -179,22 +187,23 @@ class Updater:
         Raises:
             EngineError: the weights were not loaded, or the engine cannot be continued after its pause.
         """
+        in_files = SentWeights(announced.checksum, announced.engine_sums, announced.no_sums)
         if member is not None:
             async with self._stopped(url):
                 with _reporting_to(member):
                     decided = await self._receiver.receive(url, member, label)
                     if self._mode != "in_place":
                         await self._client.flush_cache(url, 0.0)
-                    yield decided.checksum
+                    yield SentWeights(decided.checksum, decided.engine_sums, decided.no_sums)
         elif self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # the KV cache of paused requests is in use and cannot be flushed
                 await self._load(url, announced, label, flush_cache=self._mode == "retract")
-                yield announced.checksum
+                yield in_files
         else:
             await self._load_unpaused(url, announced, label)
             async with self._paused(url, "in_place") if is_compared else nullcontext():
-                yield announced.checksum
+                yield in_files
         if self.is_paused(url):
             raise EngineUnavailable(f"{url}: still paused, because continuing it after the weight update failed")
 

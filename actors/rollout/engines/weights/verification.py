@@ -1,8 +1,10 @@
 """Verifies an engine's weights against the published version. Pure: the IO is in verifier.py.
 
-Three properties are compared; each detects errors that the others miss:
+Four properties are compared; each detects errors that the others miss:
 
 - The label shows that the engine considers the update complete.
+- The engine's checksums of its tensors are compared with those that the trainer computed of what it published, where an
+  engine's layout allows it. This detects any change on the way, one bit included, also to the first engine.
 - The engine's own checksum is compared with those of all engines with the same layout. Equal files must give equal
   checksums, different files different ones. This detects an engine that reports success and loads nothing, however
   small a train step is.
@@ -15,13 +17,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from actors.rollout.sglang.control_answers import ChecksumAnswer
 from actors.rollout.sglang.errors import EngineError
-from actors.rollout.sglang.facts import LAYOUT_KEYS
-from messages import WeightProbe, WeightsAnnounced
+from actors.rollout.sglang.facts import LAYOUT_KEYS, TINY_ENGINE
+from messages import EngineSums, WeightProbe, WeightsAnnounced
+from runtime.models.checksums import DIGITS, digits_of
 from runtime.settings.tables.engines import Verify, WeightFormat
 
 SMALL_BYTES: Final = 4 << 30  # size of the files: 1e9 parameters in float32, or 2e9 in bfloat16
-NUM_SPREADS: Final = 3.0  # the measured ratio of an engine's difference to the spread is 0.4 to 1.7
+NUM_SPREADS: Final = 2.5  # measured: engines differ by 0.4 to 0.8 spreads on prompts, up to 1.7 on random tokens
 FLOORS: Final = {"float32": 1e-3, "bfloat16": 2e-2}  # in nats, where the spread is smaller or was not measured
 QUANTIZED: Final = 3e-1  # in nats, what FP8 or another quantization of the engine adds; an estimate, not measured
 IMPOSSIBLE: Final = 3e-1  # in nats: without quantization, no rounding explains a larger difference
@@ -40,13 +44,22 @@ class ServerInfo(NamedTuple):
     layout: Layout  # engines with equal layouts have equal tensors for equal files
     dtype: str
     quantized: bool
+    tp_size: int = 1
+    is_padded: bool = True  # pads tensors as SGLang does; the tiny engine does not
+    is_plain: bool = False  # on one CPU or several, sharded by tensor parallelism alone
 
 
 def server_of(info: Mapping[str, Any]) -> ServerInfo:
     """Return the part of a /server_info response that matters for weights."""
-    quantization = info.get("quantization")
+    quantized = info.get("quantization") is not None
+    others = ("pp_size", "dp_size", "ep_size")
     return ServerInfo(
-        tuple(str(info.get(key)) for key in LAYOUT_KEYS), str(info.get("dtype")), quantization is not None
+        tuple(str(info.get(key)) for key in LAYOUT_KEYS),
+        str(info.get("dtype")),
+        quantized,
+        tp_size=int(info.get("tp_size") or 1),
+        is_padded=info.get("version") != TINY_ENGINE,
+        is_plain=info.get("device") == "cpu" and not quantized and all(info.get(key) in (None, 1) for key in others),
     )
 
 
@@ -124,6 +137,39 @@ def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: Weig
     return server.dtype in (came_in, "float32") and not server.quantized and weight_format != "fp8"
 
 
+def why_not_compared(server: ServerInfo, sums: EngineSums | None, no_sums: str, found: ChecksumAnswer) -> str:
+    """Return why an engine's tensors are not compared with the trainer's own sums; empty if they are."""
+    if not found.per_engine_checksum or not found.ranks:
+        return "it reports no checksums"
+    if sums is None:
+        return no_sums or "the trainer announced no sums of them"
+    announced = (sums.tp_size, sums.dtype, sums.is_padded)
+    if not server.is_plain or announced != (server.tp_size, server.dtype, server.is_padded):
+        return (
+            f"the trainer announced sums for {sums.dtype} over {sums.tp_size} ranks on the CPU, it has another layout"
+        )
+    return ""
+
+
+def sums_mismatch(sums: EngineSums, found: ChecksumAnswer) -> str:
+    """Return which of an engine's tensors differ from the trainer's, by its own sums; empty if none does."""
+    if found.per_engine_checksum == sums.checksum:
+        return ""
+    ranks = [rank.checksums for rank in found.ranks]
+    names = sorted({name for rank in ranks for name in rank})
+    digits = digits_of(ranks)
+    if len(digits) != len(sums.tensors):
+        return f"it holds {len(names)} tensors, the trainer announced {len(sums.tensors) // DIGITS}"
+    starts = range(0, len(digits), DIGITS)
+    wrong = [
+        name
+        for name, start in zip(names, starts, strict=True)
+        if digits[start : start + DIGITS] != sums.tensors[start : start + DIGITS]
+    ]
+    first = f"the first is {wrong[0]}" if wrong else "none of which by its first digits"
+    return f"{len(wrong)} of its {len(names)} tensors differ from the trainer's sums; {first}"
+
+
 class _VerifiedChecksums(NamedTuple):
     files: str
     tensors: str
@@ -142,11 +188,11 @@ class KnownChecksums:
         Args:
             server: the engine's properties.
             files: the announced checksum.
-            tensors: the engine's own checksum; None: it reports none.
+            tensors: the engine's own checksum; None: it reports none, so there is nothing to compare.
             all_digits: different files always give different tensors on this engine.
         """
         if not tensors:
-            return "reports no checksum of its weights"
+            return ""
         seen = self._seen.get(server.layout, {})
         same = seen.get(files)
         if same is not None and same.tensors != tensors:

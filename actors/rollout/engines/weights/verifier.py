@@ -9,7 +9,7 @@ import structlog
 from actors.rollout.engines.status import UpdateStage
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.sync import MemberShape, SyncMember
-from actors.rollout.engines.weights.updater import Progress, Updater
+from actors.rollout.engines.weights.updater import Progress, SentWeights, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verification import (
     KnownChecksums,
@@ -22,8 +22,11 @@ from actors.rollout.engines.weights.verification import (
     probe_difference,
     probe_mismatch,
     server_of,
+    sums_mismatch,
+    why_not_compared,
 )
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import ChecksumAnswer
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
 from messages import WeightProbe, WeightsAnnounced
@@ -83,6 +86,8 @@ class WeightVerifier:
         self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
         self._newest = VerifiedWeights(0, "")
+        self._not_compared: dict[str, list[str]] = {}  # engines by reason, since the last `take_not_compared`
+        self._noted: set[tuple[str, str]] = set()
 
     async def update(
         self,
@@ -124,8 +129,11 @@ class WeightVerifier:
             async with self._updater.loaded(url, announced, label, member, is_compared=is_compared) as sent:
                 self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
                 if server is not None:
-                    own = await self._checksum(url, announced.size_bytes if member is None else member.received_bytes)
-                    self._refuse_if(engine, self._checksum_mismatch(server, sent, own))
+                    size_bytes = announced.size_bytes if member is None else member.received_bytes
+                    found = await self._checksums(url, size_bytes)
+                    own = found.per_engine_checksum
+                    self._refuse_if(engine, self._sums_mismatch(engine, server, sent, found))
+                    self._refuse_if(engine, self._checksum_mismatch(server, sent.checksum, own))
                 yield Updated(UpdateStage.LOADED, label)
             pause_s = time.perf_counter() - begin
             if member is not None and announced.transport == "ipc":
@@ -135,11 +143,12 @@ class WeightVerifier:
             if server is not None and announced.probe is not None:
                 await self._check_probe(engine, url, announced.probe, server)
             await check_read()  # before its checksum becomes the reference for other engines
-            if server is not None and own is not None:
+            if server is not None:
                 # other engines may have been verified meanwhile
-                self._refuse_if(engine, self._checksum_mismatch(server, sent, own))
-                self._known.add(server, engine, sent, own)
-                self._newest = VerifiedWeights(announced.version, sent)
+                self._refuse_if(engine, self._checksum_mismatch(server, sent.checksum, own))
+                if own:
+                    self._known.add(server, engine, sent.checksum, own)
+                self._newest = VerifiedWeights(announced.version, sent.checksum)
                 log.info("weights_verified", engine=engine, weight_version=announced.version)
             self.updates.accept(label)
         except (RequestRefused, WeightsMismatch) as error:
@@ -227,11 +236,25 @@ class WeightVerifier:
         log.info("probe_compared", engine=engine, difference=probe_difference(probe, log_probs), allowed=gate.tolerance)
         self._refuse_if(engine, probe_mismatch(probe, log_probs, gate))
 
-    async def _checksum(self, url: str, size_bytes: int) -> str | None:
-        """Return an engine's checksum of its weights."""
+    def take_not_compared(self) -> dict[str, tuple[str, ...]]:
+        """Return the engines whose tensors are not compared with the trainer's sums, by reason; each pair once."""
+        found = {reason: tuple(engines) for reason, engines in self._not_compared.items()}
+        self._not_compared.clear()
+        return found
+
+    def _sums_mismatch(self, engine: str, server: ServerInfo, sent: SentWeights, found: ChecksumAnswer) -> str:
+        reason = why_not_compared(server, sent.sums, sent.no_sums, found)
+        if reason and (reason, engine) not in self._noted:
+            self._noted.add((reason, engine))
+            self._not_compared.setdefault(reason, []).append(engine)
+            log.info("sums_not_compared", engine=engine, reason=reason)
+        return "" if reason or sent.sums is None else sums_mismatch(sent.sums, found)
+
+    async def _checksums(self, url: str, size_bytes: int) -> ChecksumAnswer:
+        """Return an engine's checksums of its weights."""
         limit_s = self._updater.limits.load_s(size_bytes)
         self._updater.note(url, f"computes the checksum of {size_bytes / 1e9:,.1f} GB", limit_s)
-        return await self._client.checksum(url, limit_s)
+        return await self._client.checksums(url, limit_s)
 
     def _checksum_mismatch(self, server: ServerInfo, sent: str, tensors: str | None) -> str:
         all_digits = holds_all_digits(server, self._trainer_dtype, self._weight_format)

@@ -13,9 +13,9 @@ import torch
 
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
+from actors.trainer.weights.engine_sums import Layout, place_of
 from messages import WeightProbe
 from tests.support.corruptions import KEY, Case, Version, cases, flipped, random_cases, zeros
-from tests.support.engine_checksums import Layout
 from tests.support.tiny_engine import running_engine
 from tests.support.weight_line import ENGINE, Halves, Transport, as_it_is, drawn
 
@@ -79,13 +79,21 @@ async def test_random_corruptions_are_caught(
         await halves.leave()
 
 
-async def test_a_lowest_bit_changed_for_the_only_engine_passes(
+async def test_a_lowest_bit_changed_for_the_only_engine_is_found_by_the_trainers_sums_alone(
     url: str, model: Path, version: Version, client: SglangClient
 ) -> None:
-    """The limit of the checks: without a peer to compare with, only the probe is left, and it tolerates this."""
+    """Without them and without a peer, only the probe is left, and it tolerates this."""
     halves = Halves(client, url, model)
     assert await halves.sync(version.now, flipped(KEY, 0, 1)) == {}
     assert not await halves.holds(version.now, TINY_ENGINE)
+    await halves.leave()
+    halves = Halves(client, url, model, layout=TINY_ENGINE)
+    failed = await halves.sync(version.now, flipped(KEY, 0, 1))
+    assert failed[ENGINE].endswith(
+        f"1 of its 19 tensors differ from the trainer's sums; the first is {place_of(KEY).name}"
+    )
+    assert await halves.sync(version.now) == {}
+    assert await halves.holds(version.now, TINY_ENGINE)
     await halves.leave()
 
 

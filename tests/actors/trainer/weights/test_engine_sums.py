@@ -14,10 +14,22 @@ from actors.tiny_engine.model.forward import load
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
+from actors.trainer.weights.engine_sums import (
+    ExpectedChecksums,
+    Layout,
+    SumsSink,
+    expected_checksums,
+    joined_sums,
+    layout_of,
+    made_of,
+    place_of,
+    why_not,
+)
 from actors.trainer.weights.gathering import buckets
+from runtime.models.checksums import DIGITS, digits_of, engine_checksum
 from runtime.models.config import read_model
 from tests.actors.trainer.tiny import TINY, config_of
-from tests.support.engine_checksums import ExpectedChecksums, Layout, expected_checksums, made_of, place_of, why_not
+from tests.build.topology import topology_with
 from tests.support.tiny_engine import write_config
 from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, write_model
 
@@ -189,3 +201,53 @@ def test_the_tiny_engine_reports_the_same(changes: dict[str, Any], tmp_path: Pat
 def test_what_is_joined_and_back(name: str, parts: list[str]) -> None:
     assert made_of(name, num_experts=2) == parts
     assert [place_of(part) for part in parts] == [(name, number) for number in range(len(parts))]
+
+
+def test_the_sums_of_two_stages_join_to_those_of_the_model(tmp_path: Path) -> None:
+    """Each stage sums up the tensors of which it has all parts, in buckets of any cut."""
+    model = model_of(tmp_path, {"num_hidden_layers": 2})
+    weights, layout = drawn(model), Layout(tp_size=2)
+    stages = [{}, {}]
+    for name, tensor in weights.items():
+        stages[int(".1." in name or name.startswith(("model.norm", "lm_head")))][name] = tensor
+    shares = []
+    for stage in stages:
+        sink = SumsSink(model, layout)
+        for name, tensor in stage.items():
+            sink.take([(name, tensor)])()
+        shares.append(sink.close())
+    found = joined_sums(layout, shares)
+    expected = expected_checksums([list(weights.items())], model, layout)
+    assert (found.tp_size, found.dtype, found.is_padded) == (2, "float32", True)
+    assert found.checksum == engine_checksum(expected)
+    assert found.tensors == digits_of(expected)
+    assert len(found.tensors) == DIGITS * len(expected[0])
+
+
+POLICY: dict[str, Any] = {"kind": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "amx", "device", "found"),
+    [
+        (POLICY, True, "cpu", Layout(is_padded=False)),
+        (POLICY | {"weight_format": "bfloat16"}, False, "cpu", Layout(dtype=torch.bfloat16, is_padded=False)),
+        (POLICY | {"verify": "never"}, False, "cpu", 'engines.policy.verify = "never"'),
+        ({"kind": "sglang"}, False, "cpu", Layout()),
+        ({"kind": "sglang", "num_processes": 2}, False, "cpu", Layout(tp_size=2)),
+        ({"kind": "sglang"}, True, "cpu", "SGLang packs matrices on CPUs with AMX"),
+        ({"kind": "sglang"}, False, "cuda", "SGLang hashes and pads tensors on GPUs in a way of its own"),
+        ({"kind": "sglang", "weight_format": "fp8"}, False, "cpu", "engines store FP8 weights in forms of their own"),
+    ],
+)
+def test_sums_are_computed_where_engines_can_be_predicted(
+    policy: dict[str, Any],
+    amx: bool,
+    device: str,
+    found: Layout | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.trainer.weights.engine_sums._has_amx", lambda: amx)
+    model = model_of(tmp_path, {})
+    assert layout_of(topology_with(engines={"policy": policy}), model, torch.device(device)) == found

@@ -1,8 +1,10 @@
-"""Oracle: predicts the weight checksums that an engine on the CPU reports, from the tensors of a model.
+"""Checksums of weights as an engine on the CPU reports them, computed by the trainer from what it publishes.
+
+So an engine's tensors are compared with the trainer's own, one by one, and not only with those of other engines.
 
 SGLang 0.5.23 answers `/weights_checker` with a hash of each tensor that a rank holds: the first 16 hex digits of the
-sha256 of its bytes, in the engine's dtype (`managers/mm_utils.py`, `tensor_hash`). The model's layers define which
-shards a rank holds (`layers/linear.py`, `vocab_parallel_embedding.py`, `moe/fused_moe_triton/layer.py`):
+sha256 of its bytes, in the engine's dtype (its `managers.mm_utils`, `tensor_hash`). The model's layers define which
+shards a rank holds (its `layers.linear`, `layers.vocab_parallel_embedding` and `layers.moe.fused_moe_triton.layer`):
 
 - Query, key and value are fused, and so are gate and up. Each is sharded over the ranks. The experts' gate and up are
   `w13_weight` [experts, 2 x inner, hidden]. Their down is `w2_weight` [experts, hidden, inner]. Both are sharded along
@@ -10,21 +12,23 @@ shards a rank holds (`layers/linear.py`, `vocab_parallel_embedding.py`, `moe/fus
 - o_proj and down_proj are sharded by columns; embedding and lm_head by rows of the vocabulary. A tied lm_head does not
   exist. Norms and routers are replicated on every rank.
 - The vocabulary is padded with zeros to a multiple of 64 (64 x ranks, if that does not divide by the ranks).
-- On the CPU (`configs/update_config.py`) inner sizes are padded with zeros to a multiple of 32 x ranks. If the ranks do
-  not divide both kinds of heads, key-value heads are padded to a multiple of the ranks, and query heads with them. (On
-  a GPU, key-value heads are replicated instead.)
+- On the CPU (its `configs.update_config`) inner sizes are padded with zeros to a multiple of 32 x ranks. If the ranks
+  do not divide both kinds of heads, key-value heads are padded to a multiple of the ranks, and query heads with them.
+  (On a GPU, key-value heads are replicated instead.)
 
 The tiny engine has one rank and pads nothing. `why_not` rejects models with MLA or shared experts, MTP layers, and
 quantized engines. It also rejects two forms of Qwen3-MoE that SGLang 0.5.23 builds as other models: with a tied head,
 or with layers without experts. (SGLang ignores `mlp_only_layers` and `decoder_sparse_step`.)
 
-Some differences are not visible here. Expert, data and pipeline parallelism in the engine shard differently. Engines on
-GPUs hash differently, and SGLang packs matrices on CPUs with AMX. In these cases nothing can be compared.
+Expert, data and pipeline parallelism in the engine shard differently. Engines on GPUs hash differently, and SGLang
+packs matrices on CPUs with AMX. In these cases nothing can be compared, and `layout_of` says so.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -33,7 +37,12 @@ from torch import Tensor
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import bytes_of
+from actors.trainer.weights.export import Work
 from actors.trainer.weights.gathering import Bucket
+from messages import EngineSums
+from runtime.models.checksums import digits_of, engine_checksum
+from runtime.settings.placement import served_dtype
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,6 +80,75 @@ class _Sharding(NamedTuple):
 
     dim: int  # -1: replicated on every rank
     size: int  # of that dimension, with padding
+
+
+def layout_of(topology: Topology, model: HfConfig, device: torch.device) -> Layout | str:
+    """Return how the engines of a run hold their weights, or why their checksums cannot be computed here.
+
+    Args:
+        topology: of the run.
+        model: the model that engines serve.
+        device: of the trainer.
+    """
+    pool = topology.engines.get(POLICY)
+    if pool is None or answers_are_recorded(topology):
+        return "no engine loads the weights"
+    if pool.verify == "never":
+        return f'engines.{POLICY}.verify = "never"'
+    if pool.weight_format == "fp8":
+        return "engines store FP8 weights in forms of their own"
+    dtype: torch.dtype = getattr(torch, served_dtype(topology, pool))
+    if pool.kind == "tiny":
+        layout = Layout(dtype=dtype, is_padded=False)
+    elif pool.gpus is not None or device.type != "cpu":
+        return "SGLang hashes and pads tensors on GPUs in a way of its own"
+    elif _has_amx():
+        return "SGLang packs matrices on CPUs with AMX"
+    else:
+        layout = Layout(tp_size=pool.num_processes, dtype=dtype)
+    return why_not(model, layout) or layout
+
+
+@cache
+def _has_amx() -> bool:
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+
+
+def joined_sums(layout: Layout, shares: Iterable[Mapping[str, Sequence[str]]]) -> EngineSums:
+    """Make the announced sums of a version from those of the ranks that wrote or sent it.
+
+    Args:
+        layout: of the engines.
+        shares: for each of these ranks, the checksums of the engine's tensors on each of the engine's ranks.
+    """
+    every = {name: hashes for share in shares for name, hashes in share.items()}
+    ranks = [{name: hashes[rank] for name, hashes in every.items()} for rank in range(layout.tp_size)]
+    return EngineSums(
+        tp_size=layout.tp_size,
+        dtype=str(layout.dtype).removeprefix("torch."),
+        is_padded=layout.is_padded,
+        checksum=engine_checksum(ranks),
+        tensors=digits_of(ranks),
+    )
+
+
+class SumsSink:
+    """Computes the checksums of a rank's tensors from the buckets of an export."""
+
+    def __init__(self, model: HfConfig, layout: Layout) -> None:
+        self._expected = ExpectedChecksums(model, layout)
+
+    def take(self, bucket: Bucket) -> Work:
+        """Take a bucket on the host."""
+        named = list(bucket)
+        return lambda: self._expected.add(named)
+
+    def close(self) -> dict[str, list[str]]:
+        """Return the checksums of the engine's tensors on each of its ranks."""
+        return self._expected.complete()
 
 
 def why_not(model: HfConfig, layout: Layout) -> str | None:
@@ -124,6 +202,10 @@ class ExpectedChecksums:
                 raise ValueError(f"{name} is no tensor of this model")
             self._fused[place_of(name).name].take(name, tensor, self._shardings[name])
 
+    def complete(self) -> dict[str, list[str]]:
+        """Return the checksums of the tensors of which all parts were added, on each of the engine's ranks."""
+        return {name: fused.hashes() for name, fused in self._fused.items() if not fused.missing}
+
     def checksums(self) -> list[Checksums]:
         """Return the predicted checksums of each rank, by its number.
 
@@ -143,16 +225,6 @@ def expected_checksums(tensors: Iterable[Bucket], model: HfConfig, layout: Layou
     for bucket in tensors:
         expected.add(bucket)
     return expected.checksums()
-
-
-def rank_checksum(checksums: Mapping[str, str]) -> str:
-    """Combine the checksums of a rank's tensors, like SGLang's `per_gpu_checksum`."""
-    return hashlib.sha256("".join(name + checksums[name] for name in sorted(checksums)).encode()).hexdigest()
-
-
-def engine_checksum(ranks: Iterable[Mapping[str, str]]) -> str:
-    """Combine the checksums of an engine's ranks, like SGLang's `per_engine_checksum`."""
-    return hashlib.sha256("".join(map(rank_checksum, ranks)).encode()).hexdigest()
 
 
 class _Fused:
