@@ -1,4 +1,4 @@
-"""The dtype of a model directory's weights, for recipes that name none: config.json's, or that of the tensors."""
+"""The dtype of a recipe that names none: that of config.json or of the tensors, if the processor is fast in it."""
 
 import math
 from collections import defaultdict
@@ -7,8 +7,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from runtime.models.config import read_model
 from runtime.models.directory import CONFIG, ModelError, read_json
 from runtime.models.safetensors import read_tensors
+from runtime.models.size import is_large
 from runtime.util.formatting import count_of
 
 Dtype = Literal["float32", "bfloat16"]
@@ -17,6 +19,10 @@ TRAINED: Final[dict[str | None, Dtype]] = {  # by the name in config.json or a f
     **dict.fromkeys(("bfloat16", "float16", "BF16", "F16"), "bfloat16"),
 }
 ROUNDED: Final = {"bfloat16": ("F64", "F32", "F16"), "float32": ("F64",)}  # dtypes with values that it does not have
+
+
+CPU_INFO: Final = Path("/proc/cpuinfo")
+WITH_BFLOAT16: Final = ("avx512_bf16", "amx_bf16")  # features of processors that multiply bfloat16 faster than float32
 
 
 class StoredDtype(msgspec.Struct, frozen=True):
@@ -64,6 +70,36 @@ def stored_dtype(directory: Path, *, has_weights: bool) -> StoredDtype | None:
     found = " and ".join(f"{count_of(tensors[each], 'tensor')} in {each}" for each in sorted(weights))
     loss = f"; those in {' and '.join(sorted(rounded))} are rounded" if rounded else ""
     return StoredDtype(dtype, f"{why}; its files have {found}{loss}")
+
+
+def dtype_on_cpu(directory: Path) -> StoredDtype | None:
+    """Find the dtype in which the CPU computes a model: the stored one, unless bfloat16 is slow or the model a toy.
+
+    Returns:
+        None for a toy, whose results then do not depend on the processor, and for a directory that cannot be read.
+    """
+    try:
+        if not is_large(read_model(directory).shape):
+            return None
+    except (OSError, ValueError, ModelError):  # reading the model reports it
+        return None
+    found = stored_dtype(directory, has_weights=True)
+    if found is None or found.dtype == "float32":
+        return found
+    feature = next((name for name in WITH_BFLOAT16 if name in _features()), None)
+    if feature is None:
+        return StoredDtype("float32", f"as the processor has no {' or '.join(WITH_BFLOAT16)}")
+    return StoredDtype(found.dtype, found.note or f"as in {CONFIG}; the processor has {feature}")
+
+
+def _features() -> list[str]:
+    """Read the features of the first processor; empty where the system does not say them as Linux does."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return flags.split()
 
 
 def _counted(directory: Path) -> tuple[dict[str, int], dict[str, int]]:

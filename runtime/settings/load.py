@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from runtime.functions.load import PluginError, located, placed
-from runtime.models.dtypes import stored_dtype
+from runtime.models.dtypes import StoredDtype, dtype_on_cpu, stored_dtype
 from runtime.settings.halves import half_of
 from runtime.settings.reading.access import Access
 from runtime.settings.reading.config import Problem, TopologyError
@@ -18,22 +18,12 @@ from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.tables.trainer import TrainerConfig
+from runtime.settings.tables.training import ModelConfig
 from runtime.settings.topology import Topology
 from runtime.util.secrets import Login, split_login
 
 IMPORT_PATH: Final = "PYTHONPATH"
 LEFT_OUT: Final = "left-out"  # in place of a model that a stranger's file names
-
-
-def _with_stored_dtype(topology: Topology) -> Topology:
-    """Fill in model.dtype from the model directory, for a recipe without it.
-
-    A directory that is missing or unreadable changes nothing here: reading the model reports it later.
-    """
-    found = stored_dtype(Path(topology.model.hf_checkpoint), has_weights=not topology.model.random_init)
-    if found is None:
-        return topology
-    return msgspec.structs.replace(topology, model=msgspec.structs.replace(topology.model, dtype=found.dtype))
 
 
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,18 +82,27 @@ def without_rules(loaded: Loaded) -> LoadedTopology:
 
 def with_topology(loaded: LoadedTopology, topology: Topology) -> LoadedTopology:
     """Replace the topology by one with more resolved paths, and derive defaults that depend on them."""
-    if takes_stored_dtype(loaded.loaded):
-        topology = _with_stored_dtype(topology)
+    found = default_dtype(loaded.loaded, topology.model)
+    if found is not None:
+        topology = msgspec.structs.replace(topology, model=msgspec.structs.replace(topology.model, dtype=found.dtype))
     return msgspec.structs.replace(loaded, topology=topology)
 
 
-def takes_stored_dtype(loaded: Loaded) -> bool:
-    """Whether model.dtype is the checkpoint's: no file sets it, and the trainer uses GPUs.
+def default_dtype(loaded: Loaded, model: ModelConfig) -> StoredDtype | None:
+    """Find model.dtype of a recipe that does not set it, in its model directory.
 
-    A run without a trainer generates samples for the trainer of the whole topology.
+    A run without a trainer generates samples for the trainer of the whole topology, and so in its dtype.
+
+    Returns:
+        None if the recipe sets it, or if the setting's default applies: for drawn weights and toys on the CPU, and for
+        a directory that is missing or unreadable, which reading the model reports later.
     """
-    device = loaded.tables.get("trainer", {}).get("device", TrainerConfig().device)
-    return "dtype" not in loaded.tables.get("model", {}) and device == "cuda"
+    if "dtype" in loaded.tables.get("model", {}):
+        return None
+    directory = Path(model.hf_checkpoint)
+    if loaded.tables.get("trainer", {}).get("device", TrainerConfig().device) == "cuda":
+        return stored_dtype(directory, has_weights=not model.random_init)
+    return None if model.random_init else dtype_on_cpu(directory)
 
 
 def _take_login(loaded: Loaded) -> Login | None:

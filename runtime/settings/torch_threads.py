@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from runtime.models.config import ModelShape
+from runtime.models.size import is_large
 from runtime.settings.placement import engine_places, trainer_places
 from runtime.settings.topology import Topology, answers_are_recorded
 
 VARIABLE: Final = "PHYSARUM_TORCH_THREADS"  # "THREADS/N": the setting or nothing, and N processes that share the cores
-LARGE: Final = 20_000_000  # weights of a layer's matrices and the embedding; smaller models are faster with one thread
 CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # of a container
 
 
@@ -57,7 +57,7 @@ def num_torch_threads(shape: ModelShape, environment: Mapping[str, str], cores: 
     share = max(1, cores // int(sharing))
     if wanted:
         return min(int(wanted), share)
-    return share if _num_weights(shape) >= LARGE else 1
+    return share if is_large(shape) else 1
 
 
 def usable_cores() -> int:
@@ -68,10 +68,3 @@ def usable_cores() -> int:
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no control group of version 2
         return cores
-
-
-def _num_weights(shape: ModelShape) -> int:
-    """Count the weights that a token meets: the embedding, and each layer with one MLP."""
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
-    return shape.vocab_size * shape.hidden_size + shape.num_layers * layer

@@ -11,17 +11,15 @@ from runtime.data.data_files import DataError
 from runtime.data.dump_files import RUN_FILE, DumpedRun
 from runtime.data.rows import read_rows
 from runtime.models.directory import CONFIG, VOCABULARIES, ModelError, check_links, has_file
-from runtime.models.dtypes import stored_dtype
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
 from runtime.node.checks.context import MODEL, CheckContext
 from runtime.node.checks.hub import NotOnHub, hub_models, offer
 from runtime.settings.derived import eval_data
-from runtime.settings.load import takes_stored_dtype
+from runtime.settings.load import default_dtype
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
 from runtime.settings.tables.prompts import DataConfig
-from runtime.settings.tables.training import ModelConfig
 from runtime.settings.topology import EXPORT_DIRECTORY, NamedModel, Topology, named_models
 from runtime.util.disk import free_bytes
 from runtime.util.formatting import show
@@ -35,8 +33,10 @@ WEIGHTS: Final = (SINGLE_FILE, INDEX_FILE)
 def check_paths(context: CheckContext) -> Iterator[Problem]:
     """Check every path of the topology that processes of this node read or write."""
     topology, roles = context.topology, context.roles
-    if roles.is_home and takes_stored_dtype(context.loaded.loaded):
-        context.notes.extend(_dtype_note(topology.model))
+    if roles.is_home:
+        found = default_dtype(context.loaded.loaded, topology.model)
+        if found is not None and found.note:
+            context.notes.append(f"model.dtype is unset: {found.dtype}, {found.note}")
     for model in named_models(topology):
         opens = roles.trains if model.pool is None else model.pool in roles.pools
         if roles.needs_model if model.key == MODEL else opens or roles.is_home:
@@ -86,13 +86,6 @@ def _absent_files(directory: Path, *, tokenizer: bool, weights: bool) -> Iterato
     if weights and not any(has_file(directory, name) for name in WEIGHTS):
         message = f"no weights in this directory: {' or '.join(WEIGHTS)}"
         yield f"{message}; model.random_init = true draws them from run.seed"
-
-
-def _dtype_note(model: ModelConfig) -> Iterator[str]:
-    """Say where model.dtype comes from if config.json names none, or if tensors have another one."""
-    found = stored_dtype(Path(model.hf_checkpoint), has_weights=not model.random_init)
-    if found is not None and found.note:
-        yield f"model.dtype is unset: {found.dtype}, {found.note}"
 
 
 def _on_hub(context: CheckContext, model: NamedModel) -> Iterator[Problem]:

@@ -24,8 +24,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     trust_remote_code: Code[bool] = False
     # Initialize the weights from `run.seed`. The model directory then needs only config and tokenizer.
     random_init: Harmless[bool] = False
-    # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies: that
-    # in `config.json`, or else that of most weights in its files. A start says which, and which tensors it rounds.
+    # Dtype of weights and activations. If it is unset, the checkpoint's dtype applies: that in `config.json`, or else
+    # that of most weights in its files. A start says which, and which tensors it rounds. On the CPU it is "float32" for
+    # drawn weights, for models under 20 million weights, and on processors without `avx512_bf16` or `amx_bf16`.
     dtype: Harmless[Literal["float32", "bfloat16"]] = "float32"
     # Reference model of the KL loss and of DPO. By default the weights that training starts from: those of
     # `trainer.load`, or of `hf_checkpoint`.

@@ -1,4 +1,4 @@
-"""A recipe without model.dtype trains in that of its model on a GPU, in float32 on the CPU."""
+"""A recipe without model.dtype trains in that of its model; on the CPU if the model is no toy and the processor can."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.models import dtypes
 from runtime.models.dtypes import stored_dtype
 from runtime.node.checks import hub
 from runtime.node.checks.context import CheckContext
@@ -127,6 +128,44 @@ def test_the_config_goes_before_the_files_and_a_check_says_what_is_rounded(tmp_p
         "model.dtype is unset: bfloat16, dtype in config.json; its files have 1 tensor in BF16 and 1 tensor in F32; "
         "those in F32 are rounded"
     ]
+
+
+LARGE = {"vocab_size": 50_000, "hidden_size": 512, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected", "says"),
+    [
+        ("fpu avx512_bf16 sse", {}, "bfloat16", "bfloat16, as in config.json; the processor has avx512_bf16"),
+        ("fpu amx_bf16 sse", {}, "bfloat16", "bfloat16, as in config.json; the processor has amx_bf16"),
+        ("fpu avx512f sse", {}, "float32", "float32, as the processor has no avx512_bf16 or amx_bf16"),
+        (None, {}, "float32", "float32, as the processor has no avx512_bf16 or amx_bf16"),
+        ("fpu avx512_bf16 sse", {"dtype": "float32"}, "float32", None),
+        ("fpu avx512_bf16 sse", {"vocab_size": 64}, "float32", None),  # a toy
+    ],
+)
+def test_the_cpu_computes_in_bfloat16_if_its_processor_can(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str | None,
+    changes: dict[str, object],
+    expected: str,
+    says: str | None,
+) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(dtypes, "CPU_INFO", cpu_info)
+    if flags is not None:
+        cpu_info.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+    write_config(tmp_path, **LARGE | {"dtype": "bfloat16"} | changes)
+    model = [f"model.hf_checkpoint={str(tmp_path)!r}", "model.random_init=false"]
+    loaded = load_topology(LAPTOP, model)
+    assert loaded.topology.model.dtype == expected
+    context = CheckContext(loaded)
+    context.run(check_paths)
+    wanted = [] if says is None else [f"model.dtype is unset: {says}"]
+    assert [note for note in context.notes if "model.dtype" in note] == wanted
+    assert load_topology(LAPTOP, model[:1]).topology.model.dtype == "float32"  # drawn weights
+    assert load_topology(LAPTOP, [*model, 'model.dtype="bfloat16"']).topology.model.dtype == "bfloat16"
 
 
 def test_drawn_weights_have_no_dtype_of_files(tmp_path: Path) -> None:
