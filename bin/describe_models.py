@@ -35,7 +35,7 @@ Written by `bin/describe-models` from the source of transformers {version}; do n
 
 `{code}` and `{quantization}` are refused, except code that only makes tokens, and that of DeepSeek-V3 and Kimi-K2,
 which computes what transformers' own class does. No code of a model is run to read its configuration. {same}
-More: [models](../train/models.md#configurations).
+`model.ignore_config_keys` trains a model without keys that are refused: [models](../train/models.md#configurations).
 
 | key | model types whose class reads it | a start |
 |---|---|---|

@@ -40,5 +40,8 @@ def _export(args: argparse.Namespace) -> int:
 
     found = found_run(args.run, trust=args.trust, needs_trust=True)
     source = export_run(found.directory, args.out, step=args.step)
-    Screen(sys.stdout).show(f"{args.out}: {source.description} of run {found.name}")
+    screen = Screen(sys.stdout)
+    screen.show(f"{args.out}: {source.description} of run {found.name}")
+    if source.ignored:
+        screen.show(f"its config.json is without keys that model.ignore_config_keys names: {', '.join(source.ignored)}")
     return EXIT_OK

@@ -1,7 +1,6 @@
 """Pre-start checks of the tokenizer and of data sources: render and tokenize every row."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -21,10 +20,9 @@ from actors.buffer.prompts.tokenizing import RENDERING_BYTES, Tokenizing, TooMuc
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.functions.load import PluginError
-from runtime.models.config import read_model
 from runtime.models.directory import LOADING_BYTES
 from runtime.node.checks.context import MODEL, CheckContext, RowsCheck, SourceRows
-from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling, trains_demonstrations
+from runtime.settings.derived import eval_data, eval_sampling, policy_model, rollout_sampling, trains_demonstrations
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
@@ -148,7 +146,7 @@ def check_rows(context: CheckContext, grades: RowsCheck, found: list[SourceRows]
         if summary.rows.first is None:
             message = f"no row is short enough; in the shortest one {summary.too_long}"
             yield Problem.of(source.place_key, source.place, message)
-        vocab_size = read_model(Path(model.hf_checkpoint)).shape.vocab_size
+        vocab_size = policy_model(context.topology).shape.vocab_size
         if summary.highest >= vocab_size:
             message = f"its tokenizer encodes {source.place} with token {summary.highest}, but its vocabulary has "
             yield Problem.of(MODEL, model.hf_checkpoint, f"{message}{vocab_size}")

@@ -11,7 +11,7 @@ from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.model_support import dense_layers_refusal
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
-from runtime.models.config import ModelDescription, read_dense_model, read_model
+from runtime.models.config import ModelDescription, read_dense_model
 from runtime.models.directory import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -23,7 +23,7 @@ from runtime.models.directory import (
 )
 from runtime.models.safetensors import safetensors_files
 from runtime.node.checks.context import MODEL, CheckContext, Checks, SourceRows
-from runtime.settings.derived import topk_divergence
+from runtime.settings.derived import policy_model, topk_divergence
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import (
@@ -89,8 +89,8 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
         return
     try:
         if num_tiny_engines(topology):
-            read_dense_model(Path(directory))
-        shape = read_model(Path(directory)).shape
+            read_dense_model(Path(directory), topology.model.ignore_config_keys)
+        shape = policy_model(topology).shape
         dense = shape.model_type == "qwen3_moe" and shape.experts is not None and not all(shape.experts.layers)
         if dense and POLICY in topology.engines and topology.engines[POLICY].kind == "sglang":
             yield Problem.of(MODEL, directory, dense_layers_refusal(Path(directory)))
@@ -100,7 +100,7 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
 
 def check_limits(context: CheckContext) -> Iterator[Problem]:
     """Check the longest sample and the stop tokens against the trained model."""
-    rollout, model = context.topology.rollout, read_model(Path(context.topology.model.hf_checkpoint))
+    rollout, model = context.topology.rollout, policy_model(context.topology)
     if not context.roles.is_home:
         return
     if rollout.max_context_len is not None and rollout.max_context_len > context_of(model):
@@ -129,7 +129,7 @@ def check_requests(context: CheckContext) -> Iterator[Problem]:
 def check_lengths(context: CheckContext, sources: Iterable[SourceRows]) -> Iterator[Problem]:
     """Check the longest prompt of each source plus its response against context limits."""
     topology = context.topology
-    model = read_model(Path(topology.model.hf_checkpoint))
+    model = policy_model(topology)
     for source in sources if not answers_are_recorded(topology) else ():
         length = source.longest + source.max_response_len
         needed = min(length, topology.rollout.max_context_len or length)
@@ -281,7 +281,7 @@ def _memory(topology: Topology, engine: EngineConfig) -> int:
 
 def _longest(topology: Topology) -> int:
     """Return the most tokens that a sample may have."""
-    rollout, context = topology.rollout, context_of(read_model(Path(topology.model.hf_checkpoint)))
+    rollout, context = topology.rollout, context_of(policy_model(topology))
     limits = [context if rollout.max_context_len is None else rollout.max_context_len, context]
     if rollout.max_prompt_len is not None:
         limits.append(rollout.max_prompt_len + rollout.max_response_len)

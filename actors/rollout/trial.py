@@ -27,6 +27,7 @@ from actors.rollout.samples.sample import OpenSample
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.processes import ignoring
 from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SamplingParams
@@ -194,6 +195,7 @@ async def tiny_engine(topology: Topology, client: SglangClient) -> AsyncGenerato
     """Run a tiny engine with the model of the topology."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
+    command += ignoring(topology)
     command += ["--port", str(port), "--random-seed", str(topology.run.seed)]
     command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
     url = f"http://127.0.0.1:{port}"

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument, since all users can read command lines
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, to prevent a thread pool
     try:
-        description = read_dense_model(flags.model_path)
+        description = read_dense_model(flags.model_path, flags.ignore_config_keys)
         flags.context_length = _context_length(flags, description)
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m actors.tiny_engine", description=__doc__)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="directory with config.json and safetensors weights")
+    add("--ignore-config-keys", nargs="+", default=[], metavar="KEY", help="keys of config.json to leave out")
     add("--host", default="127.0.0.1")
     add("--port", type=_within(0, 65535), default=30000, help="0: any free port")
     add("--served-model-name", help="model name in /v1/models; default: the model path")

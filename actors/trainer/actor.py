@@ -44,9 +44,8 @@ from messages import (
     WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
-from runtime.models.config import read_model
 from runtime.process.actor import Actor
-from runtime.settings.derived import reward_keys
+from runtime.settings.derived import policy_model, reward_keys
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import TEACHER_LOG_PROBS, Topology, column_names, topk_of_column
 from runtime.settings.torch_threads import num_torch_threads, usable_cores
@@ -145,7 +144,7 @@ class TrainerActor(Actor):
             Fenced: another trainer started after this one.
             ValueError, OSError: the model cannot be used.
         """
-        shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
+        shape = policy_model(self._topology).shape
         threads = num_torch_threads(shape, os.environ, usable_cores())
         with TorchThread(self._topology.trainer.device, num_threads=threads) as torch_thread:
             async with ThreadCalls.opened(self._bus) as calls:
@@ -168,7 +167,7 @@ class TrainerActor(Actor):
         self, torch_thread: TorchThread, build: Callable[[], "TrainerRank | CriticRank"], task_status: TaskStatus[None]
     ) -> None:
         async with anyio.create_task_group() as group:
-            shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
+            shape = policy_model(self._topology).shape
             masking, limit = Masking.of(self._topology.rollout), LengthLimit.of(self._topology)
             feed = Feed(
                 self._bus,

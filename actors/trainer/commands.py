@@ -137,6 +137,7 @@ class TrainerRank:
             every=topology.trainer.full_export_interval,
             weight_format=self._weight_format,
             shapes=hf_shapes(hf),
+            ignored=topology.model.ignore_config_keys,
         )
         self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
         self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0
@@ -342,7 +343,8 @@ class TrainerRank:
 
     def _copy_files(self, model_directory: Path, directory: Path, model: HfConfig) -> None:
         """Copy the files of a model that has been exported, except its weights."""
-        copy_small_files(model_directory, directory, tokenizer=True)
+        ignored = self._topology.model.ignore_config_keys
+        copy_small_files(model_directory, directory, tokenizer=True, ignored=ignored)
         set_dtype(directory / "config.json", self._topology.model.dtype)
         set_value_head(directory / "config.json", model)
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ class Source:
     description: str  # description for the user
     path: Path
     is_checkpoint: bool  # False: published weights, already in Hugging Face's format
+    ignored: tuple[str, ...] = ()  # keys that the exported config.json is without
 
 
 def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
@@ -59,7 +60,7 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no {CONFIG} any more")
     with atomic_directory(out) as unfinished:
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
-    return source
+    return replace(source, ignored=topology.model.ignore_config_keys)
 
 
 def find_source(directory: Path, step: int | None) -> Source:
@@ -181,6 +182,7 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
 def _copy_small_files(unfinished: Path, topology: Topology, model: "HfConfig") -> None:
     from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 
-    copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
+    ignored = topology.model.ignore_config_keys
+    copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True, ignored=ignored)
     set_dtype(unfinished / CONFIG, topology.model.dtype)
     set_value_head(unfinished / CONFIG, model)

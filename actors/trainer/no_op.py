@@ -215,9 +215,9 @@ def _draw(topology: Topology, directory: Path) -> None:
     from actors.trainer.models.files import random_source, write_model
     from actors.trainer.models.shapes import hf_shapes
 
-    model_directory = Path(topology.model.hf_checkpoint)
-    model = read_hf_config(model_directory, topology.trainer.megatron.mtp_num_layers)
+    model_directory, ignored = Path(topology.model.hf_checkpoint), topology.model.ignore_config_keys
+    model = read_hf_config(model_directory, topology.trainer.megatron.mtp_num_layers, ignored)
     draw, dtype = random_source(model, topology.run.seed), DTYPES[topology.model.dtype]
     with atomic_directory(directory) as unfinished:
         weights = {name: draw(name).to(dtype).contiguous() for name in hf_shapes(model)}
-        write_model(weights, unfinished, model_directory=model_directory)
+        write_model(weights, unfinished, model_directory=model_directory, ignored=ignored)

@@ -1,17 +1,18 @@
 """Pre-start checks of the trainer: the models that it reads, their files and its checkpoints."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, critic_model, trained_model
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights
-from runtime.models.config import read_model
-from runtime.models.directory import CONFIG, ModelError
+from runtime.models.config import IGNORE
+from runtime.models.directory import CONFIG, ModelError, has_file, read_json
 from runtime.node.checks.context import MODEL, CheckContext, Checks
-from runtime.settings.derived import has_critic
+from runtime.settings.derived import has_critic, policy_model
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology, critic_has_ranks, critic_topology, named_models
 
@@ -28,6 +29,7 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
         for problem in error.problems if isinstance(error, ModelError) else (str(error),):
             yield Problem.of(MODEL, topology.model.hf_checkpoint, problem)
         return
+    yield from _ignored(context)
     context.notes.extend(_unread(topology))
     if topology.run.only == "rollout":
         return
@@ -40,9 +42,25 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
             yield Problem.of(f"algorithm.{name}", True, "the model has no experts, and so no router")
 
 
+def _ignored(context: CheckContext) -> Iterator[Problem]:
+    """Check the keys of config.json that the topology ignores, and name them with their values."""
+    topology = context.topology
+    named = topology.model.ignore_config_keys
+    directories = dict.fromkeys((topology.model.hf_checkpoint, critic_topology(topology).model.hf_checkpoint))
+    keys: dict[str, Any] = {}
+    for directory in directories:
+        if has_file(Path(directory), CONFIG):
+            keys = read_json(Path(directory), CONFIG, dict[str, Any]) | keys
+    for key in named:
+        if key not in keys:
+            yield Problem.of(IGNORE, key, f"{CONFIG} of {MODEL} has no such key: leave it out")
+    if ignored := [f"{key} = {json.dumps(keys[key]):.60}" for key in named if key in keys]:
+        context.notes.append(f"{IGNORE}: the run trains a model without {', '.join(ignored)} of {CONFIG}")
+
+
 def _unread(topology: Topology) -> Iterator[str]:
     """Name the keys of config.json that have no effect."""
-    model = read_model(Path(topology.model.hf_checkpoint))
+    model = policy_model(topology)
     if model.unread_keys:
         why = f"transformers' {model.shape.architecture} does not read them"
         yield f"{CONFIG} of {MODEL} has keys that are ignored, as {why}: {', '.join(model.unread_keys)}"

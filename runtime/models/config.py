@@ -45,6 +45,7 @@ SAME_AS: Final = {"kimi_k2": "deepseek_v3"}  # model types with the architecture
 CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")  # the same model with a value head
 _OWN_HEAD_DIM: Final = ("Qwen3ForCausalLM", "DeepseekV3ForCausalLM")  # classes that do not divide hidden_size
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+IGNORE: Final = "model.ignore_config_keys"  # the setting
 OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
 
 
@@ -108,6 +109,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float
     num_mtp_layers: int = 0  # MTP layers; a forward pass skips them
     unread_keys: tuple[str, ...] = ()  # keys of config.json without effect, because no class reads them
+    ignored_keys: tuple[str, ...] = ()  # keys that were left out, as the user named them
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -134,9 +136,6 @@ def read_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescripti
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
     kind = read_json(directory, CONFIG, _Kind)
-    content = {
-        key: value for key, value in read_json(directory, CONFIG, dict[str, msgspec.Raw]).items() if key not in ignored
-    }
     has_generation = has_file(directory, GENERATION_CONFIG)
     eos = read_json(directory, GENERATION_CONFIG, _Eos).eos_token_id if has_generation else None
     problems = Problems()
@@ -144,15 +143,15 @@ def read_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescripti
     model = None
     if architecture is not None:
         built = built_keys(architecture)
-        problems += [f"model.ignore_config_keys: {_not_ignored(key)}" for key in ignored if key in built]
-        model = _read(content, architecture, problems)
+        left_out = {key for key in ignored if key not in built}
+        problems += [f"{IGNORE}: {key} cannot be ignored, as the model is built from it" for key in {*ignored} & built]
+        content = read_json(directory, CONFIG, dict[str, msgspec.Raw])
+        model = _read({key: content[key] for key in content if key not in left_out}, architecture, problems)
     if model is None or problems:
         raise ModelError.of(directory / CONFIG, problems)
-    return msgspec.structs.replace(model, eos_token_ids=model.eos_token_ids | _ids(eos))
-
-
-def _not_ignored(key: str) -> str:
-    return f"{key} cannot be ignored: the model is built from it"
+    return msgspec.structs.replace(
+        model, eos_token_ids=model.eos_token_ids | _ids(eos), ignored_keys=tuple(dict.fromkeys(ignored))
+    )
 
 
 def built_keys(architecture: str) -> frozenset[str]:
@@ -196,13 +195,13 @@ def _read(content: Content, architecture: str, problems: Problems) -> ModelDescr
     )
 
 
-def read_dense_model(directory: Path) -> ModelDescription:
-    """Read a model that the tiny engine can compute.
+def read_dense_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescription:
+    """Read a model that the tiny engine can compute, without the ignored keys of its config.json.
 
     Raises:
         ModelError: as `read_model`, or the model has experts or MLA.
     """
-    model = read_model(directory)
+    model = read_model(directory, ignored)
     if model.shape.mla is not None:
         raise ModelError(
             f"{directory / CONFIG}: the tiny engine does not support multi-latent attention "

@@ -61,6 +61,11 @@ class ConfigTable(msgspec.Struct, frozen=True):
         return self.common | next(model.reads for model in self.models.values() if model.name == architecture)
 
 
+def defaults_of(keys: Collection[str]) -> dict[str, Any]:
+    """Return the values that keys have in transformers if a config.json has none of them."""
+    return {key: config_table().common.get(key) for key in keys}
+
+
 class SortedKeys(msgspec.Struct, frozen=True):
     """The keys of one config.json that are not built."""
 

@@ -1,11 +1,13 @@
 """What follows from a recipe's settings: which models, log-probs, samples and functions a run needs."""
 
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from messages import EvalRequested, Prompt, SamplingParams
 from runtime.functions.limits import UserLimits
+from runtime.models.config import ModelDescription, read_model
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.algorithm import AlgorithmConfig, RatioRs, SglangTeacher, TisTable, TopkKl
 from runtime.settings.tables.estimators import Gae, Remax
@@ -24,6 +26,15 @@ class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     top_k: int
     max_response_len: int  # tokens
+
+
+def policy_model(recipe: Recipe) -> ModelDescription:
+    """Read the model that a run starts from, without the keys of its config.json that the recipe ignores.
+
+    Raises:
+        ModelError: as in `read_model`.
+    """
+    return read_model(Path(recipe.model.hf_checkpoint), recipe.model.ignore_config_keys)
 
 
 def trains_demonstrations(recipe: Recipe) -> bool:

@@ -170,6 +170,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     yield f"run {plan.run} in {plan.dir}/{plan.run}"
     weights = ", random weights" if topology.model.random_init else ""
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
+    if ignored := topology.model.ignore_config_keys:
+        yield f"  ignored  keys of its config.json: {', '.join(ignored)}"
     for data in topology.data:
         use = f"graded by {data.rm_type or 'the grader that each row names'}"
         if trains_demonstrations(topology):

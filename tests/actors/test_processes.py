@@ -112,6 +112,23 @@ def test_an_engine_for_fp8_is_told_what_its_models_config_does_not_say() -> None
     }
 
 
+def test_engines_of_the_trained_model_leave_out_the_keys_of_its_config_that_the_topology_ignores() -> None:
+    ignored = 'model.ignore_config_keys=["is_causal", "quantization_config"]'
+    teacher = ("algorithm.opd.type=sglang", "engines.teacher={kind='tiny', hf_checkpoint='.'}")
+    found = specs("laptop.toml", "local", ignored, *teacher)
+    command = found["engine.policy.0"].command
+    first = command.index("--ignore-config-keys")
+    assert command[first + 1 : first + 4] == ("is_causal", "quantization_config", "--host")
+    assert "--ignore-config-keys" not in found["engine.teacher.0"].command
+    own = "engines.policy.sglang.json_model_override_args={max_position_embeddings = 512}"
+    engine = engines_of("local", ignored, own, file="disaggregate-8gpu.toml")
+    (told,) = [word for word in next(iter(engine.values())).command if word.startswith("--json-model-override-args=")]
+    assert json.loads(told.partition("=")[2]) == {
+        **{"is_causal": True, "quantization_config": None},  # what transformers takes without the keys
+        "max_position_embeddings": 512,
+    }
+
+
 def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_otherwise() -> None:
     for topology, node in (("laptop.toml", "local"), ("disaggregate-2x8gpu.toml", "n1")):
         engine = specs(topology, node)["engine.policy.0"]

@@ -11,6 +11,7 @@ from actors.rollout.sglang.facts import CRASH_WORDS, KEPT_OF_INPUT, NO_DIAGNOSTI
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
+from runtime.models.config_keys import defaults_of
 from runtime.models.fp8 import SERVED
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, served_dtype
@@ -101,8 +102,15 @@ def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
     engine = topology.engines[pool]
     load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
+    command += ignoring(topology) if engine.hf_checkpoint is None else ()
     own = {"load_format": load_format, "dtype": served_dtype(topology, engine)}
     return _with_arguments(command, _common_arguments(topology, pool, index) | own)
+
+
+def ignoring(topology: Topology) -> tuple[str, ...]:
+    """Return the arguments by which a tiny engine leaves keys of the trained model's config.json out."""
+    keys = topology.model.ignore_config_keys
+    return ("--ignore-config-keys", *keys) if keys else ()
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
@@ -133,6 +141,8 @@ def _server_command(topology: Topology, pool: str, index: int) -> tuple[str, ...
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
     arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
+    if topology.model.ignore_config_keys and engine.hf_checkpoint is None:
+        arguments[OVERRIDES] = defaults_of(topology.model.ignore_config_keys) | arguments.get(OVERRIDES, {})
     if engine.weight_format == "fp8":  # the checkpoint is not: start with dummy weights until the first update
         config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
         arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}

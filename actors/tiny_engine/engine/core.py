@@ -122,7 +122,7 @@ class Core:
 
     def _check_same_model(self, directory: Path) -> None:
         """Compare the config.json of new weights, if there is one, with this engine's model."""
-        if has_file(directory, CONFIG) and read_model(directory).shape != self._model.shape:
+        if has_file(directory, CONFIG) and read_model(directory, self._model.ignored_keys).shape != self._model.shape:
             raise ModelError(f"{directory / CONFIG}: describes another model than the engine was started with")
 
     def checksums(self, skip: Collection[str]) -> dict[str, str]:

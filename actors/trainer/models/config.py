@@ -1,5 +1,6 @@
 """The trainer's model configuration: what its layers need of the configuration in runtime/models/config.py."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,17 +42,18 @@ class HfConfig:
         return self.experts is not None and self.experts.layers[min(layer, self.num_hidden_layers - 1)]
 
 
-def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConfig:
+def read_hf_config(directory: Path, mtp_num_layers: int | None = None, ignored: Collection[str] = ()) -> HfConfig:
     """Read config.json of a model directory.
 
     Args:
         directory: model directory.
         mtp_num_layers: number of MTP layers to train; None: the model's MTP layers are left out.
+        ignored: keys of config.json to leave out.
 
     Raises:
         ModelError, a ValueError: the trainer cannot build this model exactly. The message names the key.
     """
-    model = read_model(directory)
+    model = read_model(directory, ignored)
     shape = model.shape
     if mtp_num_layers and shape.mla is not None:
         raise ModelError(
@@ -112,7 +114,8 @@ def trained_model(topology: Topology) -> HfConfig:
     Raises:
         ModelError, a ValueError: as in `read_hf_config`.
     """
-    model = read_hf_config(Path(topology.model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
+    directory, ignored = Path(topology.model.hf_checkpoint), topology.model.ignore_config_keys
+    model = read_hf_config(directory, topology.trainer.megatron.mtp_num_layers, ignored)
     return with_value_head(model, bias=False) if trains_reward_model(topology) else model
 
 
@@ -122,4 +125,5 @@ def critic_model(topology: Topology) -> HfConfig:
     Raises:
         ModelError, a ValueError: as in `read_hf_config`.
     """
-    return with_value_head(read_hf_config(Path(critic_topology(topology).model.hf_checkpoint)))
+    model = critic_topology(topology).model
+    return with_value_head(read_hf_config(Path(model.hf_checkpoint), ignored=model.ignore_config_keys))

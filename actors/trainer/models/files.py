@@ -18,6 +18,7 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
 from runtime.models.config import ARCHITECTURES
+from runtime.models.config_keys import IGNORED
 from runtime.models.directory import (
     CONFIG,
     COPIED_FILES,
@@ -25,6 +26,7 @@ from runtime.models.directory import (
     code_files,
     copy_files,
     has_file,
+    read_json,
 )
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
@@ -135,22 +137,32 @@ def _part(whole: Any, cut: TensorShard) -> Tensor:
     return whole[begin:end] if cut.dim == 0 else whole[:, begin:end]
 
 
-def write_model(weights: Mapping[str, Tensor], directory: Path, *, model_directory: Path) -> None:
+def write_model(
+    weights: Mapping[str, Tensor], directory: Path, *, model_directory: Path, ignored: Collection[str] = ()
+) -> None:
     """Write tensors in memory as a Hugging Face model directory.
 
     Args:
         weights: full tensors by name.
         directory: existing directory.
         model_directory: directory to copy the configuration from.
+        ignored: keys to leave out of it.
     """
     write_weights(weights, directory)
-    copy_small_files(model_directory, directory, tokenizer=False)
+    copy_small_files(model_directory, directory, tokenizer=False, ignored=ignored)
 
 
-def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool) -> None:
-    """Copy a model directory's configuration; with `tokenizer`, also its tokenizer, its code and its licence."""
+def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool, ignored: Collection[str] = ()) -> None:
+    """Copy a model directory's configuration; with `tokenizer`, also its tokenizer, its code and its licence.
+
+    Ignored keys are moved into one that no class reads, so that the copy describes the model that was trained.
+    """
     names = (*COPIED_FILES, *code_files(model_directory)) if tokenizer else (CONFIG, GENERATION_CONFIG)
     copy_files(model_directory, directory, names)
+    values: dict[str, Any] = read_json(directory, CONFIG, dict[str, Any])
+    if taken := {key: values.pop(key) for key in ignored if key in values}:
+        before = values.get(IGNORED)  # of a model that another run exported
+        _write_config(directory / CONFIG, values | {IGNORED: (before if isinstance(before, dict) else {}) | taken})
 
 
 def set_dtype(config: Path, dtype: str) -> None:

@@ -7,7 +7,7 @@ such base, so its first version is full.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -89,6 +89,7 @@ class Versions:
         every: int = 1,
         weight_format: WeightFormat = "as_trained",
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        ignored: Collection[str] = (),
     ) -> None:
         """Start without a version of this process.
 
@@ -98,12 +99,14 @@ class Versions:
             every: interval between full versions, counted in versions; those in between are deltas.
             weight_format: dtype or quantization of the files; config.json records it.
             shapes: shapes of all tensors by name.
+            ignored: keys to leave out of config.json.
         """
         self._root = root
         self._model_directory = model_directory
         self._every = every
         self._weight_format: WeightFormat = weight_format
         self._shapes = shapes
+        self._ignored = ignored
         self._newest: tuple[Version, Path] | None = None  # with its full files; None: this process has completed none
 
     def begin(self, number: int, *, whole: bool = False) -> PendingVersion:
@@ -125,7 +128,7 @@ class Versions:
 
     def complete(self, pending: PendingVersion, written: Written) -> Published:
         """Rename a fully written version to its final name."""
-        copy_small_files(self._model_directory, pending.whole, tokenizer=False)
+        copy_small_files(self._model_directory, pending.whole, tokenizer=False, ignored=self._ignored)
         set_format(pending.whole / "config.json", self._weight_format, self._shapes)
         size_bytes = sum(file.stat().st_size for file in safetensors_files(pending.whole))
         files = _with_small_files(pending.whole, written.files)

@@ -28,6 +28,10 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     # that of most weights in its files. A start says which, and which tensors it rounds. On the CPU it is "float32" for
     # drawn weights, for models under 20 million weights, and on processors without `avx512_bf16` or `amx_bf16`.
     dtype: Harmless[Literal["float32", "bfloat16"]] = "float32"
+    # Keys of `config.json` to leave out, one by one: the run trains the model as if it had none of them, and engines
+    # that the run starts serve it so. For keys that a start refuses. A key that the model is built from, such as a
+    # size, cannot be named. The start names the keys, and an export keeps their values as `_ignored_config_keys`.
+    ignore_config_keys: Harmless[tuple[Text, ...]] = ()
     # Reference model of the KL loss and of DPO. By default the weights that training starts from: those of
     # `trainer.load`, or of `hf_checkpoint`.
     ref_load: Reads[Text | None] = None

@@ -13,6 +13,7 @@ from actors.tiny_engine.engine.scheduler import TokenReport
 from actors.tiny_engine.engine.thread import EngineStopped, EngineThread
 from runtime.models.config import ModelError, read_model
 from tests.support.tiny_engine import write_config
+from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.anyio
 SETTINGS = Settings(4, 512, None, 0, dummy=True, weight_version="0")
@@ -79,6 +80,19 @@ async def test_a_core_that_cannot_be_built_fails_the_start(tmp_path: Path) -> No
     with pytest.raises(ModelError, match="neither model"):
         async with running(build):
             pass
+
+
+async def test_new_weights_are_of_the_same_model_whatever_ignored_keys_their_config_has(tmp_path: Path) -> None:
+    write_model(tmp_path / "new", is_causal=True)
+    write_config(tmp_path / "old", is_causal=False)
+    model = read_model(tmp_path / "old", ("is_causal",))
+    async with running(lambda: Core(tmp_path / "old", model, SETTINGS)) as (engine, _):
+        for is_causal in (True, False):
+            write_config(tmp_path / "new", is_causal=is_causal)
+            await engine.call(lambda core: core.update_weights(tmp_path / "new", version="1", flush=True))
+        write_config(tmp_path / "new", is_causal=False, rms_norm_eps=1e-3)
+        with pytest.raises(ModelError, match="another model"):
+            await engine.call(lambda core: core.update_weights(tmp_path / "new", version="2", flush=True))
 
 
 async def test_a_crash_of_the_thread_is_told_and_ends_all_calls(build: Callable[[], Core]) -> None:

@@ -1,21 +1,29 @@
 """Which keys of config.json a start refuses, ignores or takes, against what transformers' classes do with them."""
 
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.files import copy_small_files
+from actors.trainer.preflight import check_model
 from bin import describe_models
 from runtime.models.config import ARCHITECTURES, ModelError, built_keys, read_model
 from runtime.models.config_keys import WITHOUT_EFFECT, config_table, sort_keys
+from runtime.node.checks.context import CheckContext
+from runtime.settings.load import load_topology
+from runtime.settings.plan import draw, plan_of
 from tests.actors.trainer.hf import MODELS, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, config_of
+from tests.runtime.settings.shipped import LAPTOP
 
 OF_THE_HUB = {  # keys of published configs that transformers' classes do not read
     **{"is_llama_config": True, "rope_interleaved": False, "unk_token_id": 0, "model_max_length": 8192},
@@ -101,6 +109,58 @@ def test_no_key_is_called_without_effect_that_no_class_reads_or_that_is_built() 
     read = {key for kind in ARCHITECTURES.values() for key in config_table().reads(kind)}
     assert read >= WITHOUT_EFFECT
     assert not WITHOUT_EFFECT & {key for kind in ARCHITECTURES.values() for key in built_keys(kind) - {"architectures"}}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_an_ignored_key_is_as_if_it_were_absent_and_one_that_is_built_cannot_be_ignored(
+    tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(kind)))
+    plain = read_model(tmp_path)
+    wrong = {"is_causal": False, "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoModel": "m.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(config_of(kind, **wrong)))
+    found = read_model(tmp_path, (*wrong,))
+    assert (found.shape, found.ignored_keys, found.unread_keys) == (plain.shape, (*wrong,), plain.unread_keys)
+    for key in sorted(built_keys(ARCHITECTURES[kind])):
+        with pytest.raises(ModelError) as refused:
+            read_model(tmp_path, (*wrong, key))
+        assert [problem.partition(": ")[2] for problem in refused.value.problems] == [
+            f"model.ignore_config_keys: {key} cannot be ignored, as the model is built from it"
+        ]
+
+
+def test_a_copied_config_describes_the_model_without_the_ignored_keys(tmp_path: Path) -> None:
+    """As an export and published weights have it; transformers then computes what was trained."""
+    ignored, (first, second) = ("is_causal", "attention_chunk_size"), (tmp_path / "first", tmp_path / "second")
+    model = write_model(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False, "attention_chunk_size": 2}))
+    for source, copy, keys in ((tmp_path, first, ignored[:1]), (first, second, ignored)):
+        copy.mkdir()
+        copy_small_files(source, copy, tokenizer=False, ignored=keys)
+        shutil.copyfile(tmp_path / "model.safetensors", copy / "model.safetensors")
+    copied = json.loads((second / "config.json").read_text())
+    assert copied == config | {"_ignored_config_keys": {"is_causal": False, "attention_chunk_size": 2}}
+    assert read_model(second).shape == read_model(tmp_path, ignored).shape
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(second).eval()
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+
+
+def test_a_start_names_the_ignored_keys_with_their_values_and_refuses_one_that_is_not_there(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False, "is_llama_config": True}))
+    settings = [f"model.hf_checkpoint={tmp_path}", 'model.ignore_config_keys=["is_causal", "is_casual"]']
+    context = CheckContext(load_topology(LAPTOP, settings))
+    assert [(problem.key, problem.value) for problem in check_model(context)] == [
+        ("model.ignore_config_keys", '"is_casual"')
+    ]
+    named, unread = context.notes
+    assert named == "model.ignore_config_keys: the run trains a model without is_causal = false of config.json"
+    assert unread.endswith("as transformers' Qwen3ForCausalLM does not read them: is_llama_config")
+    assert "  ignored  keys of its config.json: is_causal, is_casual" in draw(
+        context.topology, plan_of(context.topology, {})
+    )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
