@@ -2,6 +2,7 @@
 
 One tiny Qwen3 with drawn weights, 16-token prompts, 64-token responses, 64 samples in flight, everything in one run.
 `router_long` and `router_streamed`: responses of 448 tokens, whole, and in chunks of 64 as a rollout actor wants them.
+`real`: the shapes of SmolLM2-135M with drawn weights, 16 prompts of 29 tokens x 8 samples of 8 tokens, with prefill.
 Prints JSON. `per_cpu_s` divides by the CPU seconds of the engine process, `ratio` compares that with the slots alone.
 
 Run: python -m tests.bench.bench_engine
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +36,20 @@ from tests.support.tiny_engine import running_engine, running_router, write_conf
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
 LONG = 448  # tokens of a response that is streamed
 VOCABULARY = 64
+REAL = {  # the shapes of SmolLM2-135M
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+REAL_PROMPTS, REAL_PROMPT, REAL_RESPONSE = 16, 29, 8  # prompts, tokens, tokens
 
 
 @dataclass
@@ -54,8 +70,10 @@ class Measured:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="per measurement")
+    parser.add_argument("--real-rounds", type=int, default=3, help="of the real shapes; 0 leaves them out")
     parser.add_argument("--no-router", action="store_true", help="leave the router out")
     args = parser.parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as engines have it; read when torch is imported
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         write_config(directory, hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=VOCABULARY)
@@ -64,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         routed = not args.no_router and importlib.util.find_spec("sglang_router") is not None
         for name, measured in uvloop.run(over_http(directory, args.seconds, routed=routed)).items():
             results[name] = measured.as_dict(alone)
+        if args.real_rounds:
+            results["real"] = real_shapes(directory / "real", args.real_rounds)
     print(json.dumps(results, indent=2))
     return 0
 
@@ -99,6 +119,48 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
         before, wall, cpu = scheduler.num_generated, time.perf_counter(), time.thread_time()
         generate(wall + seconds)
         return Measured(scheduler.num_generated - before, time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def real_shapes(directory: Path, num_rounds: int) -> dict[str, dict[str, float]]:
+    """Generate with a real model's shapes, in each dtype and number of threads."""
+    write_config(directory, **REAL)
+    cores = len(os.sched_getaffinity(0))
+    results: dict[str, dict[str, float]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for num_threads in sorted({1, cores}):
+            measured = real_rounds(directory, dtype, num_threads, num_rounds)
+            results[f"{dtype}, {num_threads} threads"] = measured.as_dict(None)
+    return results
+
+
+def real_rounds(directory: Path, dtype: str, num_threads: int, num_rounds: int) -> Measured:
+    """Generate all samples of all prompts, round after round; the first one warms up."""
+    import torch
+
+    from actors.tiny_engine.engine import core, requests
+    from runtime.models.config import read_model
+
+    torch.set_num_threads(num_threads)
+    settings = core.Settings(IN_FLIGHT, 512, None, 0, dummy=True, weight_version="0", dtype=dtype)
+    stopping = requests.Stopping(limit=REAL_RESPONSE)
+    before, wall, cpu = 0, 0.0, 0.0
+    with torch.inference_mode():
+        scheduler = core.Core(directory, read_model(directory), settings).scheduler
+        for number in range(num_rounds + 1):
+            if number == 1:
+                before, wall, cpu = scheduler.num_generated, time.perf_counter(), time.process_time()
+            for prompt in range(REAL_PROMPTS):
+                ids = [(number * 7919 + prompt * 131 + place) % REAL["vocab_size"] for place in range(REAL_PROMPT)]
+                group = [
+                    requests.Request(f"{number}.{prompt}.{index}", list(ids), requests.Sampling(), stopping, seed=index)
+                    for index in range(GROUP)
+                ]
+                scheduler.submit(group)
+            while not scheduler.idle:
+                scheduler.step()
+            scheduler.take_reports()
+    num_tokens = scheduler.num_generated - before
+    return Measured(num_tokens, time.perf_counter() - wall, time.process_time() - cpu)
 
 
 async def over_http(directory: Path, seconds: float, *, routed: bool) -> dict[str, Measured]:

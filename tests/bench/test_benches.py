@@ -23,7 +23,7 @@ TINY = {
     "gae": "--samples 4 --tokens 300 --repeats 1",
     "dispatch": "--engines 2 --slots 4 --samples 2 --seconds 1 --spill-every-s 0.5 --token-ms 2 --mean 192 --waves 2",
     "durability": "--groups 20 --tokens 8 --live 64 --decides 2 --burst 0.02",
-    "engine": "--seconds 0.2 --no-router",
+    "engine": "--seconds 0.2 --no-router --real-rounds 0",
     "judged": "--delay 0.01 --number 64",
     "weight_export": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
