@@ -36,7 +36,7 @@ from tests.support.tiny_engine import running_engine, running_router, write_conf
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
 LONG = 448  # tokens of a response that is streamed
 VOCABULARY = 64
-REAL = {  # the shapes of SmolLM2-135M
+REAL: dict[str, Any] = {  # the shapes of SmolLM2-135M
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 49152,
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         directory = Path(folder)
         write_config(directory, hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=VOCABULARY)
         alone = slots_alone(directory, args.seconds)
-        results = {"slots_alone": alone.as_dict(None)}
+        results: dict[str, Any] = {"slots_alone": alone.as_dict(None)}
         routed = not args.no_router and importlib.util.find_spec("sglang_router") is not None
         for name, measured in uvloop.run(over_http(directory, args.seconds, routed=routed)).items():
             results[name] = measured.as_dict(alone)
