@@ -95,6 +95,7 @@ from runtime.settings.placement import UpdateLimits, num_engines
 from runtime.settings.topology import (
     POLICY,
     Topology,
+    caches_prompts,
     frozen_pools,
     grader_names,
     keeps_prefixes,
@@ -315,6 +316,7 @@ class RolloutActor(Actor):
             scorer=scorer,
             seed=self._topology.run.seed,
             batch_requests=self._pool.batch_requests,
+            prompt_first=caches_prompts(self._pool),
             custom_generate=self._sampling.keyed or self._custom_generate,
             function_limit_s=self._topology.rollout.custom_generate_timeout_s,
             eval_generate=self._eval_generate,

@@ -277,6 +277,15 @@ def keeps_prefixes(topology: Topology, engine: EngineConfig) -> bool:
     return topology.rollout.on_weight_update == "in_place" and engine.router == "direct"
 
 
+def caches_prompts(engine: EngineConfig) -> bool:
+    """Return whether engines find a prompt in their cache once a request computed it.
+
+    The tiny engine shares the prompts of requests that come together.
+    """
+    disabled = any(name == "disable_radix_cache" and value is True for name, _, value in sglang_arguments(engine))
+    return engine.kind == "sglang" and not disabled
+
+
 def answers_are_recorded(topology: Topology) -> bool:
     """Return whether rollout is offline: it reads existing samples, so no engine and no grader runs."""
     return trains_demonstrations(topology) or topology.run.only == "trainer"

@@ -38,6 +38,7 @@ class GenerateRequest:
     min_version: int
     round: int | None  # None: an evaluation, which no halt affects
     may_stream: bool = False  # for one sample whose tokens are stored while it generates
+    begun: Callable[[], None] | None = None  # called with the chunks of its answer, which is streamed if it may be
     readers: Sequence[AnswerReader] = ()  # of the answers to its newest try, one per input
     engine: str = ""  # name of the engine that got its newest try; empty: the router chose
 

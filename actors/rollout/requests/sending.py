@@ -161,7 +161,7 @@ class Generator:
         """Prepare a try: its id, and readers for its answers."""
         rid = f"{request.rid}-{failures.tries}"
         failures.tries += 1
-        streamed = request.may_stream and request.max_new_tokens > STREAM_ABOVE
+        streamed = request.may_stream and (request.max_new_tokens > STREAM_ABOVE or request.begun is not None)
         kept = request.params.top_k if request.params.return_sampling_mask else None
         version = self._version_at(place)
         request.engine = "" if place.engine is None else place.engine.name
@@ -383,7 +383,7 @@ class Generator:
                 sent.engine = place.engine.name
             try:
                 if this.streamed:
-                    await self._stream(place.url, body, readers[0], routing_key)
+                    await self._stream(place.url, body, readers[0], routing_key, request.begun)
                 else:
                     await self._client.generate(place.url, body, readers, routing_key=routing_key)
             except BadAnswer as error:
@@ -404,9 +404,16 @@ class Generator:
             await self._serving.note_answer(label)
         return End.ABORTED if aborted else End.FINISHED
 
-    async def _stream(self, url: str, body: dict[str, Any], reader: AnswerReader, routing_key: str) -> None:
+    async def _stream(
+        self,
+        url: str,
+        body: dict[str, Any],
+        reader: AnswerReader,
+        routing_key: str,
+        begun: Callable[[], None] | None,
+    ) -> None:
         try:
-            await self._client.stream(url, body, reader, routing_key=routing_key)
+            await self._client.stream(url, body, reader, routing_key=routing_key, begun=begun)
         except EngineUnavailable:
             if not reader.ended or reader.refused is not None:  # otherwise only the end of the connection is missing
                 raise

@@ -1,7 +1,7 @@
 """Generates the tokens of a group's samples: as a batch, one by one, or turn by turn in a user-defined function."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -47,6 +47,7 @@ class Generation:
         self._store = store
         self._conversations: list[Conversation] = []
         self._num_requests = 0
+        self._begun: dict[int, Callable[[], None]] = {}  # by sample
         self._halted = False
 
     @property
@@ -64,6 +65,16 @@ class Generation:
         if not self._tools.batch_requests or self._function is not None:
             return []
         return [sample for sample in samples if not sample.buffer.num_tokens and not sample.is_baseline]
+
+    def goes_ahead(self, samples: Sequence[OpenSample]) -> bool:
+        """Whether the first of these samples goes ahead, so that the others find the prompt in the engine's cache."""
+        if not self._tools.prompt_first or self._function is not None or not self._task.store:
+            return False
+        return len(samples) > 1 and not any(sample.buffer.num_tokens for sample in samples)
+
+    def note_begun(self, sample: OpenSample, begun: Callable[[], None]) -> None:
+        """Have a function called once a sample has its first token; an end without one does not call it."""
+        self._begun[sample.index] = begun
 
     async def begin(self, samples: Sequence[OpenSample]) -> None:
         """Send the common request of a batch. `run` completes each of its samples."""
@@ -243,6 +254,7 @@ class Generation:
             min_version=task.min_version,
             round=task.round,
             may_stream=len(samples) == 1 and task.store,  # a batch cannot, and unstored tokens need not
+            begun=self._begun.get(samples[0].index),
         )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
 import anyio
 from anyio.abc import TaskGroup
@@ -17,6 +18,8 @@ from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from messages import EngineNumbers, LastSample, SampleStatus
+
+AHEAD_S: Final = 10.0  # at most between a group's first request and the others; a long prompt on the CPU takes seconds
 
 
 class GroupRun:
@@ -112,9 +115,7 @@ class GroupRun:
             unfinished = []
         batch = self._generation.batch(unfinished)
         async with anyio.create_task_group() as group:
-            for sample in unfinished:
-                if sample not in batch:
-                    group.start_soon(self._run_sample, sample, slots)
+            await self._start_samples([sample for sample in unfinished if sample not in batch], slots, group)
             if batch and await slots.take_batch(len(batch)):
                 queued_s = time.monotonic() - started
                 await self._generation.begin(batch)
@@ -132,6 +133,25 @@ class GroupRun:
             load=self._generation.last_load,
         )
         self._is_generated = True
+
+    async def _start_samples(self, samples: list[OpenSample], slots: GroupSlots, group: TaskGroup) -> None:
+        """Start samples, all at once or behind the first token of one of them."""
+        if self._generation.goes_ahead(samples):
+            first, samples = samples[0], samples[1:]
+            begun = anyio.Event()
+            self._generation.note_begun(first, begun.set)
+
+            async def go_ahead() -> None:
+                try:
+                    await self._run_sample(first, slots)
+                finally:
+                    begun.set()
+
+            group.start_soon(go_ahead)
+            with anyio.move_on_after(AHEAD_S):
+                await begun.wait()
+        for sample in samples:
+            group.start_soon(self._run_sample, sample, slots)
 
     async def _run_rollout_function(self, function: RolloutFunction, slots: GroupSlots) -> None:
         """Generate the samples in the order of a user's function."""

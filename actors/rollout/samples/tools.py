@@ -35,6 +35,7 @@ class GroupDependencies:
     conversations: set[Conversation]  # conversations with a running function
     eval_generate: Mapping[str, KeyedFunction] = field(default_factory=dict[str, KeyedFunction])  # by set
     eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
+    prompt_first: bool = False  # engines find the prompt of a group in their cache, if one request came before
     on_exception: Action = "drop_sample"  # what a training sample does whose generate function failed
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     rollout_calls: RolloutCalls = field(default_factory=RolloutCalls)  # of that function

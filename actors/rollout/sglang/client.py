@@ -1,7 +1,7 @@
 """Client for SGLang's HTTP API: control calls to engines, generation through the router."""
 
 import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -121,10 +121,18 @@ class SglangClient:
             for reader in readers:
                 reader.is_busy = False
 
-    async def stream(self, router: str, body: dict[str, Any], reader: AnswerReader, *, routing_key: str = "") -> None:
+    async def stream(
+        self,
+        router: str,
+        body: dict[str, Any],
+        reader: AnswerReader,
+        *,
+        routing_key: str = "",
+        begun: Callable[[], None] | None = None,
+    ) -> None:
         """Send a request for one sample and read its chunks as they come; `generate` describes the arguments.
 
-        On an error the reader keeps its tokens.
+        On an error the reader keeps its tokens. `begun` is called with each chunk, also the first.
 
         Raises:
             EngineUnavailable: connection lost, also in the middle of the stream; or no worker.
@@ -140,6 +148,8 @@ class SglangClient:
                         break
                     _raise_streamed(url, event)
                     _add(url, reader, event)
+                    if begun is not None:
+                        begun()
             except EventTooLarge as error:
                 raise BadAnswer(url, str(error), reader.last_label) from error
         if not reader.ended:
