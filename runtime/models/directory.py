@@ -25,11 +25,12 @@ GENERATION_CONFIG: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+TOOL_CHAT_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"  # for conversations with tools
 VOCABULARIES: Final = (TOKENIZER, "tokenizer.model", "vocab.json", "tiktoken.model")  # a tokenizer has one of them
 TOKENIZER_FILES: Final = (  # all that transformers, tokenizers and SGLang read to make tokens and texts
     *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("tiktoken.model", "qwen.tiktoken", "tekken.json", CHAT_TEMPLATE, "chat_template.json"),
+    *("tiktoken.model", "qwen.tiktoken", "tekken.json", CHAT_TEMPLATE, TOOL_CHAT_TEMPLATE, "chat_template.json"),
 )
 COPIED_FILES: Final = (  # the files of an export, except its weights
     *(CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES),
@@ -204,6 +205,7 @@ def copy_files(directory: Path, target: Path, names: tuple[str, ...] = COPIED_FI
     """
     for name in names:
         if (source := file_of(directory, name)) is not None:
+            (target / name).parent.mkdir(exist_ok=True)
             with source.open("rb") as content, atomic_file(target / name) as file:
                 shutil.copyfileobj(content, file)
 

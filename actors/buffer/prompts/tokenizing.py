@@ -21,6 +21,7 @@ from runtime.models.directory import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOOL_CHAT_TEMPLATE,
     VOCABULARIES,
     ModelError,
     check_links,
@@ -177,7 +178,8 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name; most models have only "default"."""
     if has_file(directory, CHAT_TEMPLATE):
-        return {"default": read_text(directory, CHAT_TEMPLATE)}
+        named = {"default": CHAT_TEMPLATE, "tool_use": TOOL_CHAT_TEMPLATE}
+        return {name: read_text(directory, file) for name, file in named.items() if has_file(directory, file)}
     template = settings.get("chat_template")
     if isinstance(template, list):
         try:

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import jinja2
 import msgspec
@@ -60,6 +60,9 @@ class ChatTemplate:
         has_config, has_file_of_its_own = has_file(directory, TOKENIZER_CONFIG), has_file(directory, CHAT_TEMPLATE)
         found: dict[str, Any] = read_json(directory, TOKENIZER_CONFIG, dict[str, Any]) if has_config else {}
         source = read_text(directory, CHAT_TEMPLATE) if has_file_of_its_own else found.get("chat_template")
+        if isinstance(source, list):  # of named templates
+            named = [item for item in cast("list[Any]", source) if isinstance(item, dict)]
+            source = next((item.get("template") for item in named if item.get("name") == "default"), None)
         if not isinstance(source, str):
             return None
         tokens = {name: found[name] for name in TOKENS if found.get(name) is not None}

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions of a real tiny engine: the model's chat template, OpenAI's answer, bad requests."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ def test_a_bad_request_is_refused(fields: dict[str, Any], words: str | None, cha
         assert status == 200
     else:
         assert (status, words in answer["message"]) == (400, True), answer
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+    for names, expected in ((["tool_use", "default"], "of default"), (["tool_use"], None)):
+        named = [{"name": name, "template": f"of {name}"} for name in names]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        template = ChatTemplate.load(tmp_path)
+        assert (template and template.render([{"content": "a"}], {})) == expected
 
 
 def test_a_template_comes_from_its_file_or_the_config_and_may_refuse(tmp_path: Path) -> None:

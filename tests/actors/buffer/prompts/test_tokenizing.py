@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from actors.buffer.prompts.tokenizing import FastTokenizing, TransformersTokenizing, load_tokenizing
 from runtime.data.data_files import DataError
+from runtime.models.directory import TOKENIZER_FILES, copy_files
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
@@ -78,6 +79,19 @@ def test_rows_with_tools_take_the_template_for_tools(tmp_path: Path) -> None:
     ours, theirs = both(model_with(tmp_path, named))
     assert [ours.render(TURNS), ours.render(TURNS, tools=TOOLS)] == ["1", "2"]
     assert [theirs.render(TURNS), theirs.render(TURNS, tools=TOOLS)] == ["1", "2"]
+
+
+def test_a_template_for_tools_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    directory = model_with(tmp_path, "0")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "chat_template.jinja").write_text("1")
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("2")
+    (tmp_path / "copy").mkdir()
+    copy_files(directory, tmp_path / "copy", TOKENIZER_FILES)
+    for place in (directory, tmp_path / "copy"):
+        ours, theirs = both(place)
+        assert [ours.render(TURNS), ours.render(TURNS, tools=TOOLS)] == ["1", "2"]
+        assert [theirs.render(TURNS), theirs.render(TURNS, tools=TOOLS)] == ["1", "2"]
 
 
 def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
