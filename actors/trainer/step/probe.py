@@ -6,13 +6,14 @@ engine may differ by a multiple of it. Two things are measured:
 
 - The probe alone, and beside a longer sequence, so that it is padded. On the CPU this moves log-probs less than another
   kernel does, since the matrices are multiplied row by row.
-- Rounding: the output of each layer is multiplied with random numbers within one unit in the last place of the dtype.
-  This moves log-probs as much as another kernel does, or somewhat more.
+- Rounding: outputs of each layer, its attention and its MLP are multiplied with random numbers within one unit in the
+  last place of the dtype. This moves log-probs as much as another kernel does, or somewhat more.
 """
 
 import random
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -157,19 +158,23 @@ def mean_difference(one: NDArray[np.float32], other: NDArray[np.float32]) -> flo
 
 @contextmanager
 def shaken(replica: Replica, eps: float) -> Generator[None]:
-    """Multiply the output of each layer with random numbers of 1 - eps to 1 + eps inside the block.
+    """Multiply outputs of attention, MLP and layers with random numbers of 1 - eps to 1 + eps inside the block.
 
-    The numbers depend on the layer alone, so ranks that hold the same output get the same.
+    The numbers depend on the place alone, so ranks that hold the same output get the same.
     """
 
-    def shake(module: Any, _inputs: Any, output: Any) -> Any:
+    def shake(seed: int, _module: Any, _inputs: Any, output: Any) -> Any:
         hidden, *others = output
-        generator = torch.Generator(hidden.device).manual_seed(module.layer_number)
+        generator = torch.Generator(hidden.device).manual_seed(seed)
         factors = torch.rand(hidden.shape, generator=generator, device=hidden.device)
         return (hidden.float() * (1 + eps * (2 * factors - 1))).to(hidden.dtype), *others
 
     layers = [each for chunk in replica.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
-    hooks = [layer.register_forward_hook(shake) for layer in layers]
+    hooks = [
+        module.register_forward_hook(partial(shake, 3 * layer.layer_number + number))
+        for layer in layers
+        for number, module in enumerate((layer.self_attention, layer.mlp, layer))
+    ]
     try:
         yield
     finally:
