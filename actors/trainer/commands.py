@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -35,7 +35,7 @@ from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_chec
 from actors.trainer.megatron.config import DTYPES
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
-from actors.trainer.megatron.memory import held_bytes
+from actors.trainer.megatron.memory import give_back, held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.config import HfConfig, critic_model
@@ -62,6 +62,8 @@ from runtime.settings.placement import num_critic_ranks, weight_format
 from runtime.settings.tables.engines import WeightFormat
 from runtime.settings.topology import Topology, answers_are_recorded, critic_has_ranks, critic_topology
 from runtime.util.files import atomic_directory
+
+LARGE: Final = 1 << 24  # weights of a model whose memory is given back after each step
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,10 @@ class TrainerRank:
     def _train(self, batch: TrainBatch) -> Trained:
         config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
         with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
-            return self._train_step(batch)
+            trained = self._train_step(batch)
+        if device.type == "cpu" and num_weights(self._replica.hf) >= LARGE:
+            give_back()  # else memory that was freed in pieces stays with the process, a little more each step
+        return trained
 
     @on_all_ranks
     def log_probs(self, batch: TrainBatch) -> LogProbs:

@@ -6,8 +6,8 @@ from typing import Final
 
 from bin.slime_scripts.given import Flags, Setting, answer_of, first, whole_number
 from runtime.compat.slime.flags import Flag, Rule, from_slime
+from runtime.settings.placement import MOST_TOKENS
 from runtime.settings.reading.schema import chosen_keys
-from runtime.settings.tables.training import TrainConfig
 from runtime.settings.topology import Topology
 
 ENGINES: Final = "engines.policy."
@@ -113,7 +113,7 @@ def micro_batches(flags: Flags) -> Iterator[Setting]:
     elif limit is not None:
         remark = "--max-tokens-per-gpu"
     else:
-        limit, remark = TrainConfig().max_tokens_per_gpu, "slime has no limit without --use-dynamic-batch-size"
+        limit, remark = MOST_TOKENS, "slime has no limit without --use-dynamic-batch-size"
     if least > limit:
         remark = f"{remark}; raised to what a sample of {longest} tokens needs, which slime trains alone"
     yield Setting(key="train.max_tokens_per_gpu", value=max(limit, least), remark=remark)

@@ -12,6 +12,7 @@ from runtime.settings.topology import POLICY, Topology, answers_are_recorded, cr
 
 AUTO: Final = "auto"
 LOOPBACK: Final = "127.0.0.1"
+MOST_TOKENS: Final = 9216  # of a sample on one rank, by default
 BUS_PORT: Final = 4222  # of the run's own server, if other machines use it
 
 
@@ -144,7 +145,7 @@ def data_parallel_size(trainer: TrainerConfig) -> int:
 
 def max_sample_tokens(topology: Topology) -> int:
     """Return the largest sample of the actor in tokens: that of a rank times the context-parallel size."""
-    return topology.train.max_tokens_per_gpu * topology.trainer.megatron.context_parallel_size
+    return (topology.train.max_tokens_per_gpu or MOST_TOKENS) * topology.trainer.megatron.context_parallel_size
 
 
 def sample_limit(topology: Topology) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from runtime.settings.placement import MOST_TOKENS
 from tests.bench.bench_trainer import random_batch as laptop_batch
 from tests.bench.rig import rounded
 
@@ -208,7 +209,7 @@ def plain_loop(topology: Any, width: int, device: str = "cpu", *, head: str = "a
     config = transformers.AutoConfig.from_pretrained(topology.model.hf_checkpoint, attn_implementation="sdpa")
     model: Any = transformers.AutoModelForCausalLM.from_config(config).to(device)
     half = torch.autocast(device, torch.bfloat16, enabled=topology.model.dtype == "bfloat16")
-    most = topology.train.max_tokens_per_gpu
+    most = topology.train.max_tokens_per_gpu or MOST_TOKENS
     settings, algorithm = topology.optimizer, topology.algorithm
     clip = algorithm.loss
     assert isinstance(clip, PpoLoss)

@@ -10,6 +10,7 @@ from bin.slime_scripts.given import WrongValue, typed
 from bin.slime_scripts.script import Given, StartScript
 from bin.slime_scripts.syntax import Word
 from runtime.compat.slime.flags import from_slime
+from runtime.settings.placement import MOST_TOKENS
 from runtime.settings.topology import Topology
 
 ARGUMENTS: Final = "slime/utils/arguments.py"
@@ -135,7 +136,9 @@ def _computed(given: Mapping[str, Given]) -> dict[str, Any]:
     response, prompt = number("rollout-max-response-len", 0), number("rollout-max-prompt-len", 0)
     longest = number("rollout-max-context-len", response + prompt) / number("context-parallel-size", 1)
     limit = number("max-tokens-per-gpu", 0) if "use-dynamic-batch-size" in given else 0  # a longer sample trains alone
-    found["train.max_tokens_per_gpu"] = max(limit or number("max-tokens-per-gpu", 9216), math.ceil(longest))
+    tokens = max(limit or number("max-tokens-per-gpu", 9216), math.ceil(longest))
+    if tokens != MOST_TOKENS:  # the default on GPUs is left out
+        found["train.max_tokens_per_gpu"] = tokens
     if "custom-rm-path" in given:
         module, _, name = given["custom-rm-path"].values[0].text.rpartition(".")
         found["data.0.rm_type"] = f"slime:{module}:{name}"

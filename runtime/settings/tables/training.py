@@ -108,8 +108,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     num_epoch: Positive | None = None
     # Number of train steps between checkpoints. By default one checkpoint is written, at the end.
     save_interval: Positive | None = None
-    # Maximum number of tokens of a micro-batch on one rank.
-    max_tokens_per_gpu: Positive = 9216
+    # Maximum number of tokens of a micro-batch on one rank. By default 9216; on the CPU micro-batches are smaller where
+    # their activations would take more than an eighth of weights, gradients and moments, and more than 256 MB. A sample
+    # may still have 9216 tokens.
+    max_tokens_per_gpu: Positive | None = None
     # What to do with a sample over `max_tokens_per_gpu` times the context-parallel size: leave out its gradient
     # ("mask"), or end the run ("fail").
     on_too_long: Harmless[Literal["mask", "fail"]] = "mask"
