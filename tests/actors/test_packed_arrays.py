@@ -19,6 +19,7 @@ PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
 )
 ALLOWED = {
     "messages/arrays.py": 1,  # an array in a JSON message is a list
+    "actors/buffer/prompts/prompts.py": 1,  # ids of the first prompts, for the weight probe
     "actors/rollout/samples/arguments.py": 1,  # ids in errors
     "actors/rollout/samples/context.py": 4,  # what a generate function reads: prompt_ids, ids and turns
     "actors/rollout/samples/evaluation_function.py": 1,  # ids of an ended sample, which an evaluation function reads

@@ -122,7 +122,8 @@ def test_a_missing_name_is_refused_with_where_it_was_looked_for(
     assert check() == 2
     assert capsys.readouterr().err == (
         f'--set: model.hf_checkpoint = "{NAME}": no such directory, not in the hub\'s cache ({cache}), '
-        "and HF_HUB_OFFLINE forbids a download\n"
+        "and HF_HUB_OFFLINE forbids a download; "
+        "a directory works too, and bin/import-gguf writes one from a GGUF file\n"
     )
 
 

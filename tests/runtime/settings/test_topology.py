@@ -51,7 +51,8 @@ def test_the_check_says_everything_that_is_not_here() -> None:
         'engines.policy.kind = "sglang": SGLang is not installed in this interpreter: name one that has it with '
         'engines.policy.python; or kind = "tiny", for tiny models',
         'model.hf_checkpoint = "Qwen/Qwen3-4B": no such directory, '
-        f"not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids a download",
+        f"not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids a download; "
+        "a directory works too, and bin/import-gguf writes one from a GGUF file",
         'data.0.path = "data/gsm8k/train.jsonl": no such file',
         'eval.0.path = "data/gsm8k/test.jsonl": no such file',
     ]
