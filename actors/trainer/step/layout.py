@@ -7,7 +7,7 @@ import numpy as np
 
 from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, empty_micro_batch, make_micro_batch
 from actors.trainer.data.plan import attention_cost, micro_batch_cost, plan_micro_batches
-from actors.trainer.data.prompts import make_shared_micro_batch, unit_lengths, units_of
+from actors.trainer.data.prompts import make_shared_micro_batch, prompt_lengths, unit_lengths, units_of
 from actors.trainer.data.staleness import NOT_SAMPLED
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
@@ -62,6 +62,8 @@ def units_shared(
     Returns:
         For each replica its micro-batches, each as units of samples. None: too little is saved.
     """
+    if int(prompt_lengths(batch)[samples].sum()) < max(least_saved, 1):
+        return None
     hf = replica.hf
     attention = attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights)
     units = units_of(batch, samples, max_tokens=max_tokens, attention=attention)
