@@ -137,9 +137,9 @@ class Account(msgspec.Struct):
 
     @property
     def recent_s(self) -> list[float]:
-        """Seconds of the newest steps, without restarts."""
-        steps = self.steps[-RECENT_STEPS:]
-        return [step.seconds - step.parts.get("faults", 0.0) for step in steps if step.what == "step"]
+        """Seconds of the newest steps, without starts and restarts."""
+        steps = [step for step in self.steps[-RECENT_STEPS:] if step.what == "step"]
+        return [step.seconds - step.parts.get("faults", 0.0) - step.parts.get("start", 0.0) for step in steps]
 
     def so_far(self, now: float) -> dict[str, float]:
         """Return the parts of the running step as of a Unix time. The trainer reports its work only at its end."""

@@ -133,6 +133,7 @@ def test_engines_that_start_are_no_weight_update_and_later_versions_are() -> Non
     second, _ = a_step(1, end)
     one, two = steps_of(started(), first, second)
     assert (one.parts["start"], one.parts["weights"]) == pytest.approx((120.0, 0.25))
+    assert folded(started(), first).recent_s == pytest.approx([one.seconds - 120.0])  # what remaining steps will take
     assert (two.parts.get("start", 0.0), two.worst["weights"]) == (0.0, "v2 on engine.policy.1")
     again = [(1000.0 + at, event) for at, event in started()]
     third, _ = a_step(2, 1000.0 + LOADED, weights=60.0)
