@@ -56,8 +56,8 @@ class Rig:
             await ask(router, body, readers, routing_key=routing_key)
             self.raw_ends |= {tuple(reader.ids.tolist()): reader.meta.finish_reason for reader in readers}
 
-        async def streamed(router: str, body: dict[str, Any], reader: AnswerReader, *, routing_key: str = "") -> None:
-            await stream(router, body, reader, routing_key=routing_key)
+        async def streamed(router: str, body: dict[str, Any], reader: AnswerReader, **more: Any) -> None:
+            await stream(router, body, reader, **more)
             self.raw_ends[tuple(reader.ids.tolist())] = reader.meta.finish_reason
 
         self.client.generate, self.client.stream = generate, streamed
