@@ -31,24 +31,11 @@ from actors.rollout.samples.buffer import SampleBuffer
 from actors.rollout.sglang.processes import STREAM_INTERVAL
 from actors.rollout.sglang.reading import AnswerReader
 from runtime.node.supervisor.ports import free_port
-from tests.support.tiny_engine import running_engine, running_router, write_config
+from tests.support.tiny_engine import SMOLLM2, running_engine, running_router, write_config
 
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
 LONG = 448  # tokens of a response that is streamed
 VOCABULARY = 64
-REAL: dict[str, Any] = {  # the shapes of SmolLM2-135M
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-}
 REAL_PROMPTS, REAL_PROMPT, REAL_RESPONSE = 16, 29, 8  # prompts, tokens, tokens
 
 
@@ -123,7 +110,7 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
 
 def real_shapes(directory: Path, num_rounds: int) -> dict[str, dict[str, float]]:
     """Generate with a real model's shapes, in each dtype and number of threads."""
-    write_config(directory, **REAL)
+    write_config(directory, **SMOLLM2, initializer_range=0.02)
     cores = len(os.sched_getaffinity(0))
     results: dict[str, dict[str, float]] = {}
     for dtype in ("float32", "bfloat16"):
@@ -150,7 +137,7 @@ def real_rounds(directory: Path, dtype: str, num_threads: int, num_rounds: int) 
             if number == 1:
                 before, wall, cpu = scheduler.num_generated, time.perf_counter(), time.process_time()
             for prompt in range(REAL_PROMPTS):
-                ids = [(number * 7919 + prompt * 131 + place) % REAL["vocab_size"] for place in range(REAL_PROMPT)]
+                ids = [(number * 7919 + prompt * 131 + place) % SMOLLM2["vocab_size"] for place in range(REAL_PROMPT)]
                 group = [
                     requests.Request(f"{number}.{prompt}.{index}", list(ids), requests.Sampling(), stopping, seed=index)
                     for index in range(GROUP)

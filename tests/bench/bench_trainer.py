@@ -17,23 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_engine import SMOLLM2
+
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "topologies" / "laptop.toml"
 PROMPT = 4  # tokens of a prompt of the recipe
-REAL = {  # of SmolLM2-135M
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
+REAL = {
+    **SMOLLM2,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    "tie_word_embeddings": True,
 }
 REAL_PROMPT = 29
 IMPORT = "import time; begin = time.perf_counter(); import actors.trainer.commands; print(time.perf_counter() - begin)"

@@ -20,6 +20,19 @@ END_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
 PORTS: Final = 3  # tried one after the other
 
+SMOLLM2: Final[dict[str, Any]] = {  # the shapes of SmolLM2-135M
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
 
 class RunningEngine(NamedTuple):
     url: str
