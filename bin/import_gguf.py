@@ -10,7 +10,8 @@ from runtime.util.exit_codes import EXIT_OK
 EPILOG = """Tensors of the types F32, F16, BF16, Q8_0 and Q4_1 are read; other types are refused by name. What was
 quantized stays as rough as it was: a Q4_1 file holds 4-bit weights, and the model here is not the one that was
 released, but near it. transformers reads the file, so its list of architectures counts; the model must be one that
-trains here. The package gguf is needed: pip install "physarum[gguf]" (in a checkout, bin/setup installs it).
+trains here. Needed are the extras run, trainer and gguf: pip install "physarum[run,trainer,gguf]" (in a checkout,
+bin/setup installs them).
 
 exit codes: 0 written; 2 the file cannot be read, or DIR is not empty"""
 

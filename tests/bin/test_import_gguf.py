@@ -161,4 +161,5 @@ def test_missing_files_full_directories_and_the_missing_package_are_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("actors.trainer.models.gguf.find_spec", lambda name: None)
     bare = called(main, tmp_path / "no.gguf", tmp_path / "out")
-    assert 'pip install "physarum[gguf]"' in bare.stderr
+    assert 'pip install "physarum[run,trainer,gguf]"' in bare.stderr
+    assert "gguf and accelerate" in bare.stderr

@@ -15,7 +15,8 @@ from runtime.models.directory import ModelError
 from runtime.util.files import atomic_directory
 
 NUMBERS: Final = ("F32", "F16", "BF16", "Q8_0", "Q4_1")  # types of tensors that are read; a test compares each
-EXTRA: Final = 'pip install "physarum[gguf]"'
+PACKAGES: Final = ("gguf", "accelerate", "torch", "transformers")  # what reads a file
+EXTRA: Final = 'pip install "physarum[run,trainer,gguf]"'
 
 
 class CannotImport(Exception):
@@ -62,8 +63,8 @@ def import_gguf(file: Path, out: Path, dtype: str) -> Imported:
 
 def _types(file: Path) -> dict[str, int]:
     """Count the types of a file's tensors."""
-    if find_spec("gguf") is None:
-        raise CannotImport(f"the package gguf reads {file.name}, and is not installed here: {EXTRA}")
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise CannotImport(f"{' and '.join(missing)} must be installed to read {file.name}: {EXTRA}")
     if not file.is_file():
         raise CannotImport(f"{file}: there is no such file")
     try:
