@@ -4,7 +4,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,7 +22,8 @@ LATE: Final = 2.0  # times the planned wait: this process, and maybe the whole m
 FIRST_WITHIN_S: Final = 1800.0  # from the start to the first heartbeat: imports may come from a slow disk
 CHUNK: Final = 1 << 16  # bytes: the capacity of a pipe
 LAG_S: Final = 1.0  # a shorter block is not reported
-ASK_AFTER_S: Final = 4.0  # without stacks, a thread gets the signal to write its own
+ASK_AFTER_S: Final = 3.0  # without stacks, a thread gets the signal to write its own one look later
+BUSY_S: Final = 0.02  # CPU seconds between two looks: more than a thread that waits for the interpreter's lock uses
 SAID_AFTER_S: Final = 5.0  # a block is reported before its end
 SAID_ANYWAY_S: Final = 8.0  # also without the stacks, which a busy machine delays
 STOPPED: Final = "Tt"  # states of a process that was stopped, as in /proc/<pid>/stat
@@ -99,20 +100,29 @@ def thread_times(pid: int) -> ThreadTimes | None:
     return ThreadTimes(fields[0], int(cpu_ns) / 1e9, int(queued_ns) / 1e9)
 
 
-def thread_to_ask(pid: int, turn: int) -> int:
-    """Return the thread that may hold the interpreter's lock: one that runs, the first thread before the others.
+def threads_cpu(pid: int) -> dict[int, float]:
+    """Return the CPU seconds of a process's threads by their id; without those that end meanwhile."""
+    found: dict[int, float] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError, ValueError):
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def thread_to_ask(pid: int, before: Mapping[int, float], after: Mapping[int, float], turn: int) -> int:
+    """Return the thread that may hold the interpreter's lock: of those that computed, the one that did so most.
+
+    A thread that waits for the lock wakes 200 times a second, so whether it runs just now says nothing.
 
     Args:
         pid: of the process.
-        turn: how many were asked before. Not every thread that runs is Python's.
+        before: CPU seconds by thread, about a second ago.
+        after: the same now.
+        turn: how many were asked before. Not every thread that computes is Python's.
     """
-    found: list[int] = []
-    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name)):
-        with suppress(OSError):
-            if (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "R":
-                found.append(int(task.name))
-    found = found or [pid]  # it sleeps, and keeps the lock
-    return found[turn % len(found)]
+    ran = {thread: cpu_s - before.get(thread, cpu_s) for thread, cpu_s in after.items()}
+    busy = sorted((thread for thread in ran if ran[thread] >= BUSY_S), key=lambda thread: (-ran[thread], thread))
+    return busy[turn % len(busy)] if busy else pid  # it sleeps, and keeps the lock
 
 
 class Block(NamedTuple):
@@ -242,7 +252,7 @@ async def wait_until_still(
     """
     look_s, judge_s = (min(every_s, limit_s / LOOKS_PER_LIMIT) for every_s in (LOOK_EVERY_S, JUDGE_EVERY_S))
     heartbeats.forget()
-    watch, asked, turn = LoopWatch(), pid, 0
+    watch, asked, turn, cpu_before = LoopWatch(), pid, 0, dict[int, float]()
     still_s, patience_s, sign = 0.0, max(limit_s, FIRST_WITHIN_S), False
     looked = judged = time.monotonic()
     try:
@@ -257,10 +267,12 @@ async def wait_until_still(
                 now, waited_s=now - looked, planned_s=look_s, beats=beats, stacks=stacks, times=times
             ):
                 blocked(block)
-            if watch.is_mute(now):
-                asked, turn = thread_to_ask(pid, turn), turn + 1
+            cpu_now = threads_cpu(pid) if watch.is_mute(now) else {}
+            if cpu_before and cpu_now:
+                asked, turn = thread_to_ask(pid, cpu_before, cpu_now, turn), turn + 1
                 with suppress(ProcessLookupError):
                     os.kill(asked, ASKS)  # Linux gives the signal to the thread that is named
+            cpu_before = cpu_now
             looked, sign = now, sign or bool(beats)
             if now - judged >= judge_s:
                 patience_s = limit_s if sign else patience_s

@@ -17,6 +17,7 @@ from runtime.node.supervisor.heartbeats import (
     LoopWatch,
     ThreadTimes,
     stillness,
+    thread_to_ask,
     wait_until_still,
     without_core,
 )
@@ -237,6 +238,13 @@ def test_the_last_heartbeat_of_an_event_loop_ends_the_watch() -> None:
 def test_a_kernel_without_counters_of_the_scheduler_excuses_nothing() -> None:
     none = ThreadTimes("R", 0.0, 0.0)
     assert without_core(none, none, 1.0) == 0.0
+
+
+def test_of_the_threads_that_computed_the_busiest_is_asked_first() -> None:
+    before, after = {10: 100.0, 11: 1.0, 12: 0.0, 13: 5.0}, {10: 100.004, 11: 1.3, 12: 0.7, 13: 5.0, 14: 9.0}
+    assert [thread_to_ask(10, before, after, turn) for turn in range(3)] == [12, 11, 12]
+    assert thread_to_ask(10, before, {10: 100.004, 11: 1.002}, 1) == 10  # the first thread, where all wait
+    assert thread_to_ask(10, before, {}, 0) == 10
 
 
 BLOCKING = ACTOR.replace("await anyio.sleep(0.2)", "import ctypes, re, threading, time; await anyio.sleep(0.5)")
