@@ -9,7 +9,7 @@ import msgspec
 
 from actors.rollout.sglang.processes import engine_specs
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE
-from runtime.settings.devices import HIDDEN, NVIDIA
+from runtime.settings.devices import NVIDIA, ON_CPU
 from runtime.settings.placement import home_node, trainer_places
 from runtime.settings.processes import OURS, ProcessSpec, RestartGroupSpec, SendsHeartbeats, Tier
 from runtime.settings.reading.schema import functions_in
@@ -39,7 +39,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir)
     elif home:
-        specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | HIDDEN))
+        specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | ON_CPU))
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared and not (role == "reward" and placed)]
@@ -129,7 +129,7 @@ def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
         if place.node != node:
             continue
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
-        on_cpu = HIDDEN | threads_of(topology, node, topology.trainer.torch_threads)
+        on_cpu = ON_CPU | threads_of(topology, node, topology.trainer.torch_threads)
         env |= on_cpu if place.gpu is None else {NVIDIA: str(place.gpu)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
         specs.append(_host(topology, run_dir, name, ["trainer"], env))

@@ -17,6 +17,15 @@ BELOW_AMD: Final = "ROCR_VISIBLE_DEVICES"  # applied first: the others index the
 MOUNTED: Final = "NVIDIA_VISIBLE_DEVICES"  # GPUs of a container: "all", indices (already renumbered), or names
 SLURM_COUNT: Final = "SLURM_GPUS_ON_NODE"  # of the job, on this node
 HIDDEN: Final = {NVIDIA: "", AMD: ""}  # environment of a process that must not see a GPU
+KEPT_PRODUCTS: Final = "64"  # shapes of a product of matrices; a step repeats few in all layers
+ON_CPU: Final = {  # environment of a process of ours that computes on the CPU
+    **HIDDEN,
+    # oneDNN, which computes in bfloat16, keeps 0.6 MB for each shape, and ideep in torch keeps the same again: without
+    # a limit 1,024 of them, and batches differ in shape.
+    "LRU_CACHE_CAPACITY": KEPT_PRODUCTS,
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": KEPT_PRODUCTS,
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # bytes: larger tensors are given back at once and leave no gaps
+}
 KFD: Final = Path("sys/class/kfd/kfd/topology/nodes")
 
 

@@ -13,7 +13,7 @@ from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.models.config_keys import defaults_of
 from runtime.models.fp8 import SERVED
-from runtime.settings.devices import HIDDEN, NVIDIA
+from runtime.settings.devices import NVIDIA, ON_CPU
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, served_dtype
 from runtime.settings.processes import (
     OURS,
@@ -78,7 +78,7 @@ def _visible(devices: tuple[int, ...]) -> dict[str, str]:
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, place: ProcessPlace) -> ProcessSpec:
     if engine.kind == "tiny":
         command, ready_timeout_s = _tiny_engine(topology, pool, index), TINY_READY_TIMEOUT_S
-        env = OURS | HIDDEN | threads_of(topology, place.node, engine.torch_threads)
+        env = OURS | ON_CPU | threads_of(topology, place.node, engine.torch_threads)
     else:
         command, ready_timeout_s = _server_command(topology, pool, index), READY_TIMEOUT_S
         env = SERVER_ENVIRONMENT

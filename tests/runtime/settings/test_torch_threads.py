@@ -1,6 +1,8 @@
 """How many torch threads engines and trainer ranks on the CPU get."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from actors.processes import process_specs
 from runtime.models.config import read_model
+from runtime.settings.devices import ON_CPU
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
@@ -70,6 +73,31 @@ def test_engines_and_ranks_get_the_setting_and_no_other_process() -> None:
     loaded = topology("trainer.torch_threads=2", "engines.policy.torch_threads=1", STALE)
     found = {spec.name: spec.env.get(VARIABLE) for spec in process_specs(loaded, "local", Path("runs/r"))}
     assert {name: value for name, value in found.items() if value} == {"trainer": "2/2", "engine.policy.0": "1/2"}
+
+
+def test_engines_and_ranks_on_the_cpu_keep_few_prepared_products_and_no_other_process_is_limited() -> None:
+    found = {spec.name: spec.env for spec in process_specs(topology(), "local", Path("runs/r"))}
+    assert {name for name, env in found.items() if ON_CPU.items() <= env.items()} == {"trainer", "engine.policy.0"}
+
+
+def test_products_of_many_shapes_in_bfloat16_do_not_pile_up() -> None:
+    """Without the limits, 120 shapes keep about 240 MB on a processor with AMX."""
+    program = """
+import ctypes, torch
+from runtime.util.memory import own_anonymous_bytes
+torch.set_num_threads(1)
+weight, inputs = torch.zeros(1536, 576, dtype=torch.bfloat16), torch.zeros(200, 576, dtype=torch.bfloat16)
+for count in range(80, 200):
+    rows = inputs[:count]
+    product = torch.mm(rows, weight.t())
+    torch.mm(product, weight), torch.mm(product.t(), rows)
+    before = own_anonymous_bytes() if count == 80 else before
+ctypes.CDLL(None).malloc_trim(0)
+print(own_anonymous_bytes() - before)
+"""
+    env = os.environ | ON_CPU | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True, timeout=120)
+    assert int(done.stdout) < 100e6
 
 
 def test_sglang_does_not_take_the_setting() -> None:
