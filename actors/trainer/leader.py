@@ -23,9 +23,9 @@ publishes checkpoint.saved. The reasons:
   weight sync also runs concurrently with training (weights/rank.py). The next version waits for its end. The copy is
   kept for engines that join late.
 - The checkpoint comes last because rollout continues meanwhile. A checkpoint therefore contains only steps that the log
-  knows. trainer.started relies on this: it settles every batch up to its step. The checkpoint is written from a copy of
-  the state while training continues. checkpoint.saved is published once the checkpoint is complete on disk, possibly
-  some steps later. Only then does the ledger forget the batches that it contains. The next checkpoint waits for that.
+  knows. trainer.started relies on this: it settles every batch up to its step. The checkpoint is written while training
+  continues (megatron/saving.py). checkpoint.saved is published once it is complete on disk, possibly some steps later.
+  Only then does the ledger forget the batches that it contains. The next checkpoint waits for that.
 - Payloads of a batch may be lost. If the step was never trained, the trainer reports them (payloads.missing) and the
   ledger makes that batch again. If the step was trained before a crash, the trainer trains the remaining groups and
   reports the number of missing ones. The ledger has settled those groups and does not generate them again.

@@ -41,10 +41,10 @@ def begin_save(
     run_file: SavedRun | None = None,
     critic: Replica | None = None,
 ) -> Saving:
-    """Copy the state and start to write a checkpoint. A collective of all ranks.
+    """Start to write a checkpoint. A collective of all ranks.
 
     Args:
-        replica: Model replica to save. It may train on meanwhile.
+        replica: Model replica to save. It may train on meanwhile: before its state changes, it calls `Saving.settle`.
         root: Directory of the checkpoints.
         executor: Thread that writes the files.
         step: Train steps that the checkpoint contains.
@@ -56,7 +56,11 @@ def begin_save(
     state = _state(replica, loading=False) | {"rng": _random_states(), "step": step}
     if critic is not None:
         state[CRITIC] = _of_critic(_state(critic, loading=False))
-    return Saving(state, path, executor, run_file=run_file)
+    saving = Saving(state, path, executor, run_file=run_file)
+    for each in (replica, critic):
+        if each is not None:
+            each.before_change = saving.settle
+    return saving
 
 
 def begin_save_of_critic(critic: Replica, root: Path, executor: Executor, *, step: int, incarnation: int) -> Saving:
@@ -71,7 +75,9 @@ def begin_save_of_critic(critic: Replica, root: Path, executor: Executor, *, ste
     """
     path = directory_of(root, step=step, incarnation=incarnation)
     state = {CRITIC: _of_critic(_state(critic, loading=False)), "rng": _random_states(), "step": step}
-    return Saving(state, path, executor, run_file=None, part=CRITIC)
+    saving = Saving(state, path, executor, run_file=None, part=CRITIC)
+    critic.before_change = saving.settle
+    return saving
 
 
 def load_checkpoint(replica: Replica, path: Path, critic: Replica | None = None) -> int:

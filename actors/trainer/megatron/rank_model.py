@@ -129,6 +129,7 @@ class Replica:
         self._resting: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch, on all ranks of a pipeline stage
         self.before_log_probs: Callable[[str], None] = _no_hook  # called with the name of the weights; of the user
+        self.before_change: Callable[[], object] = nothing  # called before weights or optimizer state change
         self.kept: dict[str, KeptWeights] = {}  # copies of earlier weights that checkpoints contain, by name
         self.steps_before = 0  # train steps of the checkpoint that the run started from
         self.untrained_before = 0  # those of them that trained the critic alone, and not this model
@@ -189,6 +190,7 @@ class Replica:
 
     def set_weights(self, source: WeightSource) -> None:
         """Replace the weights, including the optimizer's copies."""
+        self.before_change()
         for chunk in self.chunks:
             load_weights(chunk, self.hf, source)
         self.optimizer.reload_model_params()
@@ -200,6 +202,7 @@ class Replica:
     @torch.no_grad()
     def keep_weights(self, kept: KeptWeights, step: int) -> None:
         """Copy this rank's weights, which contain `step` train steps, in place of earlier ones."""
+        self.before_change()
         for weight, copy in zip(self.weights(), kept.tensors, strict=True):
             copy.copy_(weight)
         kept.step = step
@@ -207,6 +210,7 @@ class Replica:
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> None:
         """Swap this rank's weights with `weights`. The optimizer's copies stay unchanged."""
+        self.before_change()
         for weight, other in zip(self.weights(), weights, strict=True):
             before = weight.clone()
             weight.copy_(other)
@@ -224,6 +228,7 @@ class Replica:
             Bytes freed.
         """
         assert self.offloaded is None
+        self.before_change()
         self.offloaded = Offloaded(self._ddp, self.optimizer, folder, weights=weights)
         return self.offloaded.size_bytes
 
@@ -251,6 +256,7 @@ class Replica:
             rested.onload()
         yield
         if self._rests_at is not None:
+            self.before_change()
             self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False, before=rested)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
@@ -326,6 +332,7 @@ class Replica:
         Returns:
             The gradient norm before clipping, over all ranks and therefore the same on each.
         """
+        self.before_change()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * group["wd_mult"]
@@ -340,6 +347,7 @@ class Replica:
 
     def reset_optimizer(self) -> None:
         """Set AdamW's moments and step counts to 0, as before its first step. The main parameters stay."""
+        self.before_change()
         with self.optimizer_at_hand(), torch.no_grad():
             for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
                 for state in part.optimizer.state.values():

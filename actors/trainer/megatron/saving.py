@@ -1,15 +1,18 @@
-"""Background checkpoint saving: copied on the torch thread, written by a thread of each rank.
+"""Background checkpoint saving, by a thread of each rank, while training continues.
 
+A small state is copied first. A large one on the CPU is read where it is: the next forward and backward passes leave it
+alone, and before an optimizer step changes it, `Saving.settle` waits for the writer and copies the rest.
 A checkpoint is written under a name that starts with a dot, and renamed when all ranks have reported. Each rank syncs
 its files to disk and hashes them; a start compares the files with `checksums.json`. A crash before the rename leaves a
 directory that no start recognises as a checkpoint.
 """
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import msgspec
@@ -40,6 +43,8 @@ from runtime.util.formatting import count_of
 
 SHOWN_FILES = 3  # in an error
 SEEN_WITHIN_S = 30.0  # for files of other ranks on a network file system
+POOL_BYTES = 384 << 20  # of copies of this rank's state at a time, on the CPU
+LARGE_BYTES = 1 << 18  # smaller tensors are copied at once
 WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is called
 
 
@@ -49,7 +54,7 @@ class Saving:
     def __init__(
         self, state: dict[str, Any], path: Path, executor: Executor, *, run_file: SavedRun | None, part: str = ""
     ) -> None:
-        """Plan the checkpoint and copy this rank's part. Afterwards the state may change.
+        """Plan the checkpoint and begin to write this rank's part. The state may change once `settle` has returned.
 
         Args:
             state: Megatron's sharded state dict.
@@ -80,6 +85,14 @@ class Saving:
             strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(self._writer), group)
             dist_checkpointing.save(state, str(self._unfinished), strategy)
         self.written = executor.submit(self._writer.write)  # done when this rank's files are on disk
+
+    def settle(self) -> None:
+        """Return once the state may change. Until then it is read for the files. Not a collective.
+
+        Raises:
+            TimeoutError: As in `_Data.settle`.
+        """
+        self._writer.settle()
 
     def finish(self, parts: Mapping[str, Mapping[str, FileChecksum]] | None = None) -> Path:
         """Wait for the files of all ranks, rename the checkpoint and return its path.
@@ -182,7 +195,7 @@ def _size_of(value: Any) -> int:
 
 
 class _DeferredWriter(FileSystemWriter):
-    """Torch's checkpoint writer, with files written later from copies, and the index after all ranks' files."""
+    """Torch's checkpoint writer, with files written later, and the index after all ranks' files."""
 
     def __init__(self, directory: Path) -> None:
         """Start without a plan."""
@@ -190,14 +203,15 @@ class _DeferredWriter(FileSystemWriter):
         self._directory = directory
 
     _metadata: Metadata | None = None  # on rank 0
+    _data: "_Data | None" = None
     _results: list[WriteResult]
     size_bytes: int  # bytes that this rank writes
     checksums: dict[str, FileChecksum]  # of this rank's files; after `report`, on rank 0, of all ranks' files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Copy the planned data. Called by torch when the plan is complete."""
-        self._plan, self._copies = plan, _Copies(plan, planner)
-        self.size_bytes = self._copies.size_bytes
+        """Keep the planned data. Called by torch when the plan is complete."""
+        self._plan, self._data = plan, _Data(plan, planner)
+        self.size_bytes = self._data.size_bytes
         nothing: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         nothing.set_result([])
         return nothing
@@ -208,12 +222,19 @@ class _DeferredWriter(FileSystemWriter):
 
     def write(self) -> None:
         """Write this rank's files. Runs on a thread of its own."""
-        copies: Any = self._copies
-        with _written(self._directory, self.size_bytes):
-            self._results = super().write_data(self._plan, copies).value()  # no quiet(): it affects all threads
-        copies.clear()
+        data: Any = self._data
+        try:
+            with _written(self._directory, self.size_bytes):
+                self._results = super().write_data(self._plan, data).value()  # no quiet(): it affects all threads
+        finally:
+            data.clear()
         names = {result.storage_data.relative_path for result in self._results}
         self.checksums = {name: checksum_of(self._directory / name) for name in names}
+
+    def settle(self) -> None:
+        """Return once the live state may change."""
+        if self._data is not None:
+            self._data.settle()
 
     def report(self) -> None:
         """Write the index of all ranks' files. A collective."""
@@ -225,26 +246,73 @@ class _DeferredWriter(FileSystemWriter):
             self.checksums = {name: each for _, checksums in reports for name, each in checksums.items()}
 
 
-class _Copies:
-    """Host copies of the planned data. Replaces the planner when the files are written."""
+class _Data:
+    """The planned data until they are written. Replaces the planner when the files are written.
+
+    Large tensors on the CPU are written from the live ones, not from copies, if all data are more than `POOL_BYTES`.
+    """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._copies = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+        found = {item.index: planner.resolve_data(item) for item in plan.items}
+        self.size_bytes = sum(map(_bytes_in, found.values()))
+        self._changed = Condition()
+        self._live: dict[Any, torch.Tensor] = {}
+        if self.size_bytes > POOL_BYTES and not torch.cuda.is_available():  # torch reads ahead where it sees a GPU
+            large = {index: data for index, data in found.items() if _bytes_in(data) >= LARGE_BYTES}
+            self._live = {index: data for index, data in large.items() if isinstance(data, torch.Tensor)}
+        self._versions = {index: data._version for index, data in self._live.items()}  # torch counts changes in place
+        self._copies = {index: _copied(data) for index, data in found.items() if index not in self._live}
+        self._written_now: Any = None  # index of the live tensor that is being written
+        self._spent: torch.Tensor | None = None  # copy that is being written
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """Return the data of an item, like a planner."""
-        return self._copies[item.index]
+        """Return the data of an item, like a planner. Those returned before are written."""
+        with self._changed:
+            self._release()
+            live = self._live.get(item.index)
+            if live is not None and live.is_contiguous() and live.untyped_storage().nbytes() == live.nbytes:
+                self._written_now = item.index
+                return live.detach()
+            data = self._copies.pop(item.index) if live is None else _copied(self._live.pop(item.index))
+            self._spent = data if isinstance(data, torch.Tensor) else None
+            return data
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all copies."""
-        return sum(
-            data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer()) for data in self._copies.values()
-        )
+    def settle(self) -> None:
+        """Return once no live tensor is read: wait until those to be written fit in the pool, and copy them.
+
+        Raises:
+            TimeoutError: Writing takes longer than `WRITE_TIMEOUT_S`.
+        """
+        with self._changed:
+            self._wait_for(lambda: sum(data.nbytes for data in self._live.values()) <= POOL_BYTES)
+            for index in self._live.keys() - {self._written_now}:
+                self._copies[index] = _copied(self._live.pop(index))
+            self._wait_for(lambda: not self._live)
 
     def clear(self) -> None:
-        """Free the copies."""
-        self._copies.clear()
+        """Free all data: they are written, or never will be."""
+        with self._changed:
+            self._live.clear()
+            self._copies.clear()
+            self._release()
+
+    def _release(self) -> None:
+        """Free what was returned last. Torch's writer keeps each tensor until its file ends, so a copy is emptied."""
+        written = self._live.pop(self._written_now, None)
+        assert written is None or written._version == self._versions[self._written_now], "changed before `settle`"
+        self._written_now = None
+        if self._spent is not None:
+            self._spent.untyped_storage().resize_(0)
+            self._spent = None
+        self._changed.notify_all()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(condition, WRITE_TIMEOUT_S):
+            raise TimeoutError(f"a checkpoint's files were not written within {WRITE_TIMEOUT_S:.0f} s")
+
+
+def _bytes_in(data: Any) -> int:
+    return data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer())
 
 
 def _copied(data: Any) -> Any:

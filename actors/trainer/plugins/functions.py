@@ -198,13 +198,19 @@ class CustomReducer(TrainerPlugin):
         return values.astype(dtype)
 
 
-def hook(topology: Topology, kind: UserFunction) -> Callable[..., None]:
-    """Return the hook of a kind, which passes the topology first. It does nothing if no setting names one."""
+def hook(
+    topology: Topology, kind: UserFunction, before_change: Callable[[], object] = lambda: None
+) -> Callable[..., None]:
+    """Return the hook of a kind, which passes the topology first. It does nothing if no setting names one.
+
+    Before the function, which may change the model, it calls `before_change`.
+    """
     named = named_function(topology, kind)
     plugin = None if named is None else TrainerPlugin(kind, *named)
 
     def run(*arguments: Any) -> None:
         if plugin is not None:
+            before_change()
             plugin.call(topology, *arguments)
 
     return run

@@ -125,7 +125,7 @@ class Learner:
         self._replica = replica
         self._metrics = tuple(metrics)
         self._reduce = reducer(topology)
-        self._before_step = hook(topology, STEP_HOOK)
+        self._before_step = hook(topology, STEP_HOOK, lambda: replica.before_change())
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._prefix = prefix

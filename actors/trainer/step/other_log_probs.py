@@ -40,7 +40,7 @@ class OtherLogProbs:
             ValueError, OSError: A model cannot be used.
         """
         demonstrations = trains_demonstrations(topology)
-        before = hook(topology, LOG_PROB_HOOK)
+        before = hook(topology, LOG_PROB_HOOK, lambda: replica.before_change())
         replica.before_log_probs = lambda prefix: before(replica.chunks, prefix)  # "", "ref_" or "teacher_"
         self._replica = replica
         self._algorithm = topology.algorithm

@@ -1,14 +1,16 @@
 """A checkpoint is written beside training, and one that death cut off is not there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 
 from actors.trainer import file_checksums
 from actors.trainer.checkpoints import checkpoints_in
@@ -16,17 +18,28 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.file_checksums import damage_of
 from actors.trainer.megatron import saving
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
+from actors.trainer.megatron.kept_weights import KeptWeights
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.files import random_source
 from actors.trainer.step.train_step import TrainStep
 from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace, free_bytes
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save, save_checkpoint
 from tests.support.small_disk import fill, small_disk
 
 TIMEOUT_S = 40.0
+CHANGES: dict[str, Callable[[Replica, Path], object]] = {
+    "step": lambda replica, _: replica.optimizer_step(learning_rate=1e-3, weight_decay=0.1),
+    "reset": lambda replica, _: replica.reset_optimizer(),
+    "exchange": lambda replica, _: replica.exchange_weights(replica.weights_copy()),
+    "keep": lambda replica, _: replica.keep_weights(KeptWeights(replica.weights_copy()), 1),
+    "set": lambda replica, _: replica.set_weights(random_source(replica.hf, 3)),
+    "offload": lambda replica, place: replica.offload(place),
+    "rest": lambda replica, place: replica.rest(place),
+}
 
 
 @pytest.fixture
@@ -62,6 +75,74 @@ def test_a_checkpoint_holds_the_state_it_was_begun_with(
     assert [train_on(random_batch(step)).metrics["train/loss"] for step in (1, 2)] == expected
     for name, weight in whole_weights(resumed.complete_chunks(), resumed.hf).items():
         assert torch.equal(weight, weights[name]), name
+
+
+def from_live_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy no tensor before the state changes, as with a large model: the pool has room for one of 10 kB."""
+    monkeypatch.setattr(saving, "POOL_BYTES", 10_000)
+    monkeypatch.setattr(saving, "LARGE_BYTES", 0)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_written_from_the_live_state_has_the_bytes_of_one_written_from_copies(
+    make_topology: MakeTopology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, distributed: bool
+) -> None:
+    trainer = {"optimizer": {"use_distributed_optimizer": distributed}}
+    topology = make_topology(model={"dtype": dtype}, trainer=trainer)
+    replica = Replica(topology, torch.device("cpu"))
+    train = TrainStep(topology, replica)
+    train(random_batch(0))
+    copied = save_checkpoint(replica, tmp_path / "copied", step=1, incarnation=1)
+    from_live_state(monkeypatch)
+    reached, go, write = Event(), Event(), filesystem._write_item
+
+    def write_late(*arguments: Any) -> Any:
+        reached.set()
+        assert go.wait(TIMEOUT_S)
+        return write(*arguments)
+
+    monkeypatch.setattr(filesystem, "_write_item", write_late)
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        begun = begin_save(replica, tmp_path / "live", executor, step=1, incarnation=1)
+        assert reached.wait(TIMEOUT_S)  # one tensor is being written
+        settle = replica.before_change
+
+        def asked() -> None:
+            go.set()
+            settle()
+
+        replica.before_change = asked
+        train(random_batch(1))
+        path = begun.finish()
+    for file in copied.glob("*.distcp"):
+        assert file.read_bytes() == (path / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_nothing_changes_the_state_before_the_writer_has_it(
+    make_topology: MakeTopology,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    busy: tuple[ThreadPoolExecutor, Event],
+    change: str,
+) -> None:
+    from_live_state(monkeypatch)
+    topology, (executor, go) = make_topology(), busy
+    replica = Replica(topology, torch.device("cpu"))
+    TrainStep(topology, replica)(random_batch(0))
+    saving = begin_save(replica, tmp_path, executor, step=1, incarnation=1)
+    asked, before_change = Event(), replica.before_change
+
+    def settle() -> None:
+        asked.set()
+        go.set()
+        before_change()
+
+    replica.before_change = settle
+    CHANGES[change](replica, tmp_path)
+    assert asked.is_set()
+    saving.finish()
 
 
 @pytest.mark.parametrize("window", ["before a file", "between the ranks' files", "before the rename"])
