@@ -54,6 +54,11 @@ staleness *names: setup
 tools *names: setup
     .venv/bin/python -m tests.learning --cases tools --resume .learning-tools --results docs/results {{ names }}
 
+# the demo of a real model on both cores, twelve minutes for each of three seeds; begun again it leaves out what has run; writes README and docs/results
+demo-smollm2 *args: setup
+    bin/setup --with smollm2
+    .venv/bin/python -m tests.learning.demo --results docs/results --readme README.md {{ args }}
+
 # graders on every row of GSM8K, and against math-verify where both answer; DIR has train.jsonl and test.jsonl; writes docs/results
 rewards dir: setup
     .venv/bin/python -m tests.rewards {{ dir }} --results docs/results

