@@ -301,6 +301,8 @@ class TrainerRank:
         self._writer.begin_export(
             str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base, for_engines=True
         )
+        if not copy:  # otherwise the buckets are gathered between micro-batches
+            self._writer.advance_export()  # the first bucket is written during the probe
         return Unpublished(begun, self._probe(self.prompt_ids()), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:

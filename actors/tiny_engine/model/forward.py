@@ -9,6 +9,7 @@ Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D h
 import hashlib
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -90,7 +91,9 @@ class Weights:
 
     def checksums(self) -> dict[str, str]:
         """Hash the fused tensors, by SGLang's names, with SGLang's hash for the CPU."""
-        return {name: _checksum(tensor) for name, tensor in self._held().items()}
+        data = {name: _data_of(tensor) for name, tensor in self._held().items()}
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sums") as executor:
+            return dict(zip(data, executor.map(_checksum, data.values()), strict=True))
 
     def _held(self) -> dict[str, Tensor]:
         held = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
@@ -101,8 +104,12 @@ class Weights:
         return held
 
 
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:CHECKSUM_DIGITS]
+def _data_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().data
+
+
+def _checksum(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:CHECKSUM_DIGITS]
 
 
 def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:

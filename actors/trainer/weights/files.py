@@ -4,7 +4,7 @@ Full files are always written: the next delta is made against them. If the delta
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,19 +137,30 @@ class DeltaSink:
 class OnHost:
     """Copies each bucket to the host once, for several sinks that work there."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        """Pass buckets to `sinks`, in their order."""
+    def __init__(self, sinks: Sequence[Sink], *, concurrent: Sequence[Sink] = ()) -> None:
+        """Pass buckets to `sinks`, in their order, and to those of `concurrent` at the same time."""
         self._sinks = sinks
+        self._concurrent = concurrent
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sums")
 
     def take(self, bucket: Bucket) -> Work:
         """Copy a bucket to the host, and pass it on."""
         on_host = [(name, tensor.cpu()) for name, tensor in bucket]
-        works = [sink.take(on_host) for sink in self._sinks]
-        return lambda: _all(works)
+        works, others = ([sink.take(on_host) for sink in sinks] for sinks in (self._sinks, self._concurrent))
+        return lambda: self._work(works, others)
+
+    def _work(self, works: list[Work], others: list[Work]) -> None:
+        other = self._thread.submit(_all, others)
+        try:
+            _all(works)
+        finally:
+            wait([other])
+        other.result()
 
     def close(self) -> list[Any]:
         """Return the result of each sink."""
-        return [sink.close() for sink in self._sinks]
+        self._thread.shutdown()
+        return [sink.close() for sink in (*self._sinks, *self._concurrent)]
 
 
 def _all(works: list[Work]) -> None:
@@ -192,11 +203,10 @@ def export_to_files(
     writers = [rank for rank, count in enumerate(counts) if count]
     if delta_base is not None and dist.get_rank() in writers:
         sinks.append(DeltaSink(delta_base, files, number=writers.index(dist.get_rank()) + 1, total=len(writers)))
-    if isinstance(layout, Layout):
-        sinks.append(SumsSink(model, layout))
+    sums = [SumsSink(model, layout)] if isinstance(layout, Layout) else []
     return WeightExport(
         gathered(parts, model, device, bucket_bytes),
-        [OnHost(sinks)],
+        [OnHost(sinks, concurrent=sums)],
         lambda results: _written(directory, [each for (each,) in results], layout),
         thread,
         device=device,
