@@ -26,9 +26,11 @@ ASK_AFTER_S: Final = 3.0  # without stacks, a thread gets the signal to write it
 BUSY_S: Final = 0.02  # CPU seconds between two looks: more than a thread that waits for the interpreter's lock uses
 SAID_AFTER_S: Final = 5.0  # a block is reported before its end
 SAID_ANYWAY_S: Final = 8.0  # also without the stacks, which a busy machine delays
+MANY_WAITS: Final = 5  # between two looks: an event loop that waits so often sends its heartbeats
 STOPPED: Final = "Tt"  # states of a process that was stopped, as in /proc/<pid>/stat
 MAX_TEXT: Final = 1 << 17  # characters of stacks
 
+_waits = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 _beat = re.compile(rf"^{BEAT} (\d+\.\d+|inf) ([0-9a-f]+)$")
 
 
@@ -84,6 +86,7 @@ class ThreadTimes(NamedTuple):
     state: str  # one letter, as in /proc/<pid>/stat
     cpu_s: float  # that it ran
     queued_s: float  # that it waited for a core, up to the last time that it got one
+    num_waits: int = 0  # times that it gave up its core to wait for something
 
 
 def thread_times(pid: int) -> ThreadTimes | None:
@@ -91,13 +94,15 @@ def thread_times(pid: int) -> ThreadTimes | None:
     process = Path(f"/proc/{pid}")
     try:
         fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        waits = _waits.search((process / "status").read_text(errors="replace"))
     except OSError:
         return None
+    num_waits = int(waits[1]) if waits else 0
     try:
         cpu_ns, queued_ns, _ = (process / "schedstat").read_text().split()
     except (OSError, ValueError):  # a kernel without these numbers
-        return ThreadTimes(fields[0], 0.0, 0.0)
-    return ThreadTimes(fields[0], int(cpu_ns) / 1e9, int(queued_ns) / 1e9)
+        return ThreadTimes(fields[0], 0.0, 0.0, num_waits)
+    return ThreadTimes(fields[0], int(cpu_ns) / 1e9, int(queued_ns) / 1e9, num_waits)
 
 
 def threads_cpu(pid: int) -> dict[int, float]:
@@ -215,7 +220,12 @@ class LoopWatch(msgspec.Struct):
 
 
 def without_core(before: ThreadTimes, after: ThreadTimes, waited_s: float) -> float:
-    """Return the seconds between two looks in which a thread could have run and got no core."""
+    """Return the seconds between two looks in which a thread could have run and got no core.
+
+    A thread that gives up its core again and again, as one that waits for the interpreter's lock, lacks no core.
+    """
+    if after.num_waits - before.num_waits >= MANY_WAITS:
+        return 0.0
     queued_s = after.queued_s - before.queued_s
     if after.state == "R" and after.cpu_s:  # its present wait is not counted yet
         queued_s = max(queued_s, waited_s - (after.cpu_s - before.cpu_s))

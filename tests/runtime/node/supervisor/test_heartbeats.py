@@ -240,6 +240,12 @@ def test_a_kernel_without_counters_of_the_scheduler_excuses_nothing() -> None:
     assert without_core(none, none, 1.0) == 0.0
 
 
+def test_a_thread_that_waits_for_the_interpreters_lock_on_a_busy_machine_lacks_no_core() -> None:
+    before = ThreadTimes("S", 1.0, 5.0, num_waits=100)
+    assert without_core(before, ThreadTimes("R", 1.01, 5.9, num_waits=130), 1.0) == 0.0
+    assert without_core(before, ThreadTimes("R", 1.01, 5.9, num_waits=102), 1.0) == pytest.approx(0.99)
+
+
 def test_of_the_threads_that_computed_the_busiest_is_asked_first() -> None:
     before, after = {10: 100.0, 11: 1.0, 12: 0.0, 13: 5.0}, {10: 100.004, 11: 1.3, 12: 0.7, 13: 5.0, 14: 9.0}
     assert [thread_to_ask(10, before, after, turn) for turn in range(3)] == [12, 11, 12]
