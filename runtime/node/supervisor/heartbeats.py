@@ -254,14 +254,13 @@ async def wait_until_still(
     """Return when a new process has sent no heartbeat for `limit_s`, or no first one within FIRST_WITHIN_S.
 
     Args:
-        heartbeats: the pipe of its heartbeats.
+        heartbeats: the pipe of its heartbeats, from its start on: the first ones may be there already.
         limit_s: seconds without a heartbeat, counted over checks that were on time.
         pid: of the process.
         blocked: called with each time in which a call blocked its event loop.
         note: called with the seconds of silence, at each check from the first heartbeat on.
     """
     look_s, judge_s = (min(every_s, limit_s / LOOKS_PER_LIMIT) for every_s in (LOOK_EVERY_S, JUDGE_EVERY_S))
-    heartbeats.forget()
     watch, asked, turn, cpu_before = LoopWatch(), pid, 0, dict[int, float]()
     still_s, patience_s, sign = 0.0, max(limit_s, FIRST_WITHIN_S), False
     looked = judged = time.monotonic()

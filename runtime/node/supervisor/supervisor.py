@@ -174,7 +174,10 @@ class Supervisor:
         self._began = anyio.current_time()
         try:
             self._port = self._choose_port()
-            kept_open = () if self._heartbeats is None else (self._heartbeats.given,)
+            kept_open: tuple[int, ...] = ()
+            if self._heartbeats is not None:
+                self._heartbeats.forget()
+                kept_open = (self._heartbeats.given,)
             child = await Child.start(self._command(), self._environment(), kept_open=kept_open)
         except PortInUse as error:
             if self.restarts == 0:

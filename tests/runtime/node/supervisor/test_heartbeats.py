@@ -69,10 +69,20 @@ def test_only_looks_that_came_in_time_and_saw_nothing_add_up() -> None:
 async def test_before_its_first_sign_a_process_has_more_time() -> None:
     """And what its former life has left in the pipe is no sign of this one."""
     heartbeats = Heartbeats()
-    os.write(heartbeats.given, b".")
+    os.write(heartbeats.given, f"beat {time.monotonic():.3f} 1\nbeat".encode())
+    heartbeats.forget()
     with anyio.move_on_after(1.0) as scope:
         await wait_until_still(heartbeats, 0.3, os.getpid(), lambda _: None)
     assert scope.cancelled_caught
+    heartbeats.close()
+
+
+async def test_a_block_is_found_though_the_heartbeats_before_it_came_before_the_watch() -> None:
+    """Else a process that blocks at once is waited for as one that has not begun: half an hour."""
+    heartbeats = Heartbeats()
+    os.write(heartbeats.given, f"beat {time.monotonic():.3f} 1\n".encode())
+    with anyio.fail_after(20.0):
+        await wait_until_still(heartbeats, 0.3, os.getpid(), lambda _: None)
     heartbeats.close()
 
 
