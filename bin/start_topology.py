@@ -297,6 +297,7 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     run_dir = Path(topology.run.dir) / topology.run.name
     specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
     Screen(sys.stdout).show_all(draw(topology, plan_of(topology, specs)).split("\n"))
+    _show_memory(topology)
     here = f"here as node {_node_of(topology, args.node)}" if len(topology.nodes) > 1 else "here"
     try:
         _ready(loaded, args, screen)
@@ -304,6 +305,19 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
         for line in str(error).splitlines():
             screen.show(f"note: the run cannot start {here}: {line}")
     return EXIT_OK
+
+
+def _show_memory(topology: Topology) -> None:
+    """Print the memory of a trainer rank on the CPU, if the model's config is here; `_ready` says what it lacks."""
+    if topology.trainer.device != "cpu" or topology.run.only == "rollout":
+        return
+    from actors.trainer.models.config import trained_model  # reads models, which other commands do not need
+    from actors.trainer.models.memory import described
+
+    try:
+        Screen(sys.stdout).show(described(topology, trained_model(topology)))
+    except (OSError, ValueError):  # `_ready` prints the reason
+        return
 
 
 def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:

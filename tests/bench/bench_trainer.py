@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--imports", type=int, default=3, help="fresh processes to measure the import in")
     parser.add_argument("--profile", action="store_true", help="say where a train step's time goes")
     parser.add_argument("--real", choices=("float32", "bfloat16"), help="the shapes of SmolLM2-135M in this dtype")
+    parser.add_argument("--layers", type=int, default=30, help="with --real: fewer layers, for a smaller model")
     parser.add_argument("--flat", type=int, default=0, help="with --real: prompts of 16 whose samples have one reward")
     parser.add_argument("--save", action="store_true", help="with --real: a checkpoint after every third step")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --real: a setting")
@@ -105,7 +106,7 @@ def real(place: Path, args: argparse.Namespace) -> dict[str, Any]:
     from tests.support.checkpoints import save
 
     torch.set_num_threads(1)
-    (place / "config.json").write_text(json.dumps(REAL))
+    (place / "config.json").write_text(json.dumps({**REAL, "num_hidden_layers": args.layers}))
     named = {"model.hf_checkpoint": place, "model.random_init": "true", "model.dtype": args.real}
     settings = [*(f"{key}={value}" for key, value in named.items()), *args.set]
     engine = TrainerRank(load_topology(TOPOLOGY, settings).topology, place)

@@ -14,7 +14,6 @@ from runtime.models.safetensors import StoredTensor, read_tensors
 
 VALUE_HEAD: Final = "score.weight"
 VALUE_BIAS: Final = "score.bias"
-LEAST_ACTIVATIONS: Final = 256 << 20  # bytes: what tiny models compute at a time does not depend on memory
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -43,27 +42,6 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
 def num_weights(model: HfConfig) -> int:
     """Count the weights in all tensors of a model."""
     return sum(math.prod(shape) for shape in hf_shapes(model).values())
-
-
-def activation_bytes(model: HfConfig) -> int:
-    """Estimate the activations that one token keeps for the backward pass, in bytes, without those of the head.
-
-    A layer keeps about five vectors of the hidden size and three of the MLP's. In bfloat16 they are half of that, but
-    the peak is not: copies in float32 and fragments remain.
-    """
-    inner, experts = model.intermediate_size, model.experts
-    if experts is not None:
-        inner = max(inner, experts.num_experts_per_tok * experts.moe_intermediate_size)
-    return model.num_hidden_layers * (5 * model.hidden_size + 3 * inner) * 4
-
-
-def tokens_by_memory(model: HfConfig) -> int:
-    """Return how many tokens a micro-batch on the CPU has by default.
-
-    Their activations take an eighth of weights, gradients and moments, or `LEAST_ACTIVATIONS`.
-    """
-    states = 16 * num_weights(model)
-    return max(states // 8, LEAST_ACTIVATIONS) // activation_bytes(model)
 
 
 def copies_of(name: str, model: HfConfig) -> list[str]:

@@ -11,11 +11,10 @@ from actors.trainer.data.plan import micro_batch_cost, split_steps
 from actors.trainer.data.skipped import Flags
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.shapes import tokens_by_memory
+from actors.trainer.models.memory import micro_batch_tokens
 from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally, units_laid_out, units_shared
 from actors.trainer.step.learner import Learner, OptimizerStep
 from runtime.settings.derived import trains_pairs
-from runtime.settings.placement import max_sample_tokens
 from runtime.settings.prompts import shares_prompts
 from runtime.settings.topology import Topology
 
@@ -39,9 +38,7 @@ class Planner:
         self._pairs = trains_pairs(topology)
         self._shares_prompts = shares_prompts(topology)
         self._must_share = topology.trainer.share_prompts is True
-        self._max_tokens = max_sample_tokens(topology)
-        if topology.train.max_tokens_per_gpu is None and topology.trainer.device == "cpu":
-            self._max_tokens = min(self._max_tokens, tokens_by_memory(replica.hf))
+        self._max_tokens = micro_batch_tokens(topology, replica.hf)
 
     def steps(self, batch: TrainBatch, idle_B: Flags | None = None) -> list[OptimizerStep]:
         """Plan the optimizer steps of a batch. A collective of all ranks.

@@ -1,12 +1,19 @@
-"""How many tokens a micro-batch on the CPU has by default."""
+"""How many tokens a micro-batch on the CPU has by default, and how much memory a trainer rank is said to take."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.shapes import tokens_by_memory
+from actors.trainer.models.memory import described, rank_memory, tokens_by_memory
+from runtime.settings.load import load_topology
 from tests.actors.trainer.tiny import TINY
-from tests.bench.bench_trainer import REAL
+from tests.bench.bench_trainer import REAL, ROOT, TOPOLOGY
+
+WEIGHTS = 134_515_008  # of `REAL`
 
 
 def test_activations_of_a_micro_batch_take_an_eighth_of_the_states(tmp_path: Path) -> None:
@@ -18,3 +25,44 @@ def test_activations_of_a_micro_batch_take_an_eighth_of_the_states(tmp_path: Pat
         found.append(tokens_by_memory(read_hf_config(tmp_path / name)))
     assert found[0] == 16 * 134_515_008 // 8 // (4 * 30 * (5 * 576 + 3 * 1536))
     assert found[1] > 9216
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "bytes_a_weight"),
+    [
+        ("float32", (), 16),  # weight, gradient, two moments
+        ("bfloat16", (), 18),  # weight, and in float32 gradient, main parameter, two moments
+        ("bfloat16", ("algorithm.kl.loss_coef=0.1",), 20),  # and the reference's weight
+        ("bfloat16", ("trainer.num_processes=2", "trainer.megatron.tensor_model_parallel_size=2"), 9),
+        ("bfloat16", ("trainer.num_processes=2", "trainer.optimizer.use_distributed_optimizer=true"), 12),
+    ],
+)
+def test_states_are_counted_by_weight(
+    tmp_path: Path, dtype: str, settings: tuple[str, ...], bytes_a_weight: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REAL))
+    topology = load_topology(TOPOLOGY, [f"model.dtype={dtype}", *settings]).topology
+    assert rank_memory(topology, read_hf_config(tmp_path)).states == WEIGHTS * bytes_a_weight
+
+
+@pytest.mark.parametrize(("dtype", "measured"), [("float32", 3.021e9), ("bfloat16", 3.342e9)])
+def test_the_estimate_is_near_what_the_real_model_takes(tmp_path: Path, dtype: str, measured: float) -> None:
+    """Peak of 8 steps of `python -m tests.bench.bench_trainer --real DTYPE`, 2026-11-30, a processor with AMX."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL))
+    topology, model = load_topology(TOPOLOGY, [f"model.dtype={dtype}"]).topology, read_hf_config(tmp_path)
+    assert rank_memory(topology, model).total == pytest.approx(measured, rel=0.05)
+    line = described(topology, model)
+    assert line.startswith("memory: the trainer takes about ")
+    assert "for weights, gradients and moments" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_is_near_what_a_middle_sized_model_takes(tmp_path: Path, dtype: str) -> None:
+    command = [sys.executable, "-m", "tests.bench.bench_trainer", "--real", dtype, "--layers", "6", "--steps", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=280)
+    (tmp_path / "config.json").write_text(json.dumps({**REAL, "num_hidden_layers": 6}))
+    topology = load_topology(TOPOLOGY, [f"model.dtype={dtype}"]).topology
+    estimate = rank_memory(topology, read_hf_config(tmp_path)).total
+    assert json.loads(done.stdout)["rss_mb"]["peak"] * 1e6 == pytest.approx(estimate, rel=0.15)
