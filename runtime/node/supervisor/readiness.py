@@ -1,8 +1,10 @@
 """Readiness and liveness checks of a server, through its port. Heartbeats of actors: heartbeats.py."""
 
+import re
 from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlsplit
 
-import aiohttp
 import anyio
 
 from runtime.bus.addresses import host_port
@@ -20,20 +22,28 @@ from runtime.settings.processes import (
 
 ASK_INTERVAL_S = 0.03
 ANSWER_TIMEOUT_S = 2.0
+MAX_STATUS_LINE_BYTES: Final = 1 << 12
+
+_status_line = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)[ \r\n]")
 
 
 async def status_of(url: str, *, timeout_s: float) -> int | None:
-    """Status of the answer to a GET; None without an answer in time."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    connector = aiohttp.TCPConnector(force_close=True)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
-            session.get(url, allow_redirects=False) as response,
-        ):
-            return response.status
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return None
+    """Status of the answer to a GET of an http:// URL; None without an answer in time."""
+    parts = urlsplit(url)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    request = f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept: */*\r\nConnection: close\r\n\r\n"
+    with anyio.move_on_after(timeout_s):
+        try:
+            async with await anyio.connect_tcp(parts.hostname or "", parts.port or 80) as stream:
+                await stream.send(request.encode())
+                head = b""
+                while b"\n" not in head and len(head) < MAX_STATUS_LINE_BYTES:
+                    head += await stream.receive()
+                found = _status_line.match(head)
+                return int(found[1]) if found else None
+        except (OSError, anyio.EndOfStream, anyio.BrokenResourceError):
+            return None
+    return None
 
 
 async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int) -> None:
