@@ -31,7 +31,7 @@ def find(mark: str, sessions: Container[int] = ()) -> list[int]:
     """
     own = os.getpid()
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in entries if pid != own and (_carries(pid, mark) or _session(pid) in sessions)]
+    return [pid for pid in entries if pid != own and (_carries(pid, mark) or _is_in(pid, sessions))]
 
 
 def kill(mark: str, sessions: Container[int] = ()) -> int:
@@ -71,14 +71,15 @@ def _carries(pid: int, mark: str) -> bool:
     return False
 
 
-def _session(pid: int) -> int:
-    """Return the session of a live process; -1 for a dead one."""
+def _is_in(pid: int, sessions: Container[int]) -> bool:
+    """Whether a live process belongs to one of the sessions."""
     try:
+        if os.getsid(pid) not in sessions:  # one system call for each of the many that do not
+            return False
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return -1
-    state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the process name may contain spaces
-    return -1 if state in "ZX" else int(session)
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"  # the process name may contain spaces
 
 
 def main(argv: list[str]) -> int:
