@@ -3,8 +3,9 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from runtime.util.imports import collecting_nothing, without
 
 with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal: a sixth of the imports
-    from actors.registry import ROLES, hosted
+    from actors.registry import ROLES, Role, hosted
     from runtime.bus.addresses import BUS_CERTIFICATE_VARIABLE, BUS_URL_VARIABLE, INSTANCE_VARIABLE, NODE_VARIABLE
     from runtime.bus.bus import DEFAULT_LIMITS
     from runtime.bus.limits import over_network
@@ -20,7 +21,7 @@ with collecting_nothing(), without("rich"):  # structlog would load it, for a te
     from runtime.process.logs import configure_logging
     from runtime.process.main import run_process
     from runtime.settings.placement import outage_s
-    from runtime.settings.topology import SOLE_NODE, decode_topology
+    from runtime.settings.topology import SOLE_NODE, Topology, decode_topology
     from runtime.util.exit_codes import EXIT_INPUT_ERROR
     from runtime.util.import_path import user_folder_last
 
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     user_folder_last()
     try:
-        topology = decode_topology((args.run_dir / os.environ.get(TOPOLOGY_VARIABLE, TOPOLOGY_FILE)).read_bytes())
+        topology = _topology_in(args.run_dir)
         url = os.environ[BUS_URL_VARIABLE]
     except (OSError, KeyError, msgspec.DecodeError) as error:
         sys.stderr.write(f"{args.run_dir}: {error!r}\n")
@@ -47,6 +48,23 @@ def main(argv: list[str] | None = None) -> int:
         replace(DEFAULT_LIMITS, connect_timeout_s=max(DEFAULT_LIMITS.connect_timeout_s, away_s)), away_s
     )  # it may start in an outage
     return run_process(url, topology.run.name, actors, node=node, certificate=certificate, limits=limits)
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Import what actors need, in the template that forks this process.
+
+    Args:
+        arguments: those of the process.
+    """
+    run_dir, *roles = arguments
+    user_folder_last()
+    topology = _topology_in(Path(run_dir))
+    for role in roles:
+        hosted(cast("Role", role), topology, Path(run_dir)).actor_type.preload()
+
+
+def _topology_in(run_dir: Path) -> Topology:
+    return decode_topology((run_dir / os.environ.get(TOPOLOGY_VARIABLE, TOPOLOGY_FILE)).read_bytes())
 
 
 def _instance_name(role: str) -> str:

@@ -60,6 +60,7 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
         name=name,
         command=(sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles),
         env=env,
+        forked=not env.get(NVIDIA),  # CUDA cannot be used in a process whose parent has used it
         functions={key: name for key, name, function in functions_in(topology) if function.runs_in in roles},
         probe=SendsHeartbeats(),
         unresponsive_after_s=topology.run.unresponsive_after_s,

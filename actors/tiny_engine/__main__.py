@@ -8,7 +8,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
@@ -37,13 +38,19 @@ def main(argv: list[str] | None = None) -> int:
     except (ModelError, OSError) as error:
         return _refused(error)
     with listener:
-        with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal
-            from actors.tiny_engine.http.serve import serve  # torch takes a second to import
+        preload([])
+        from actors.tiny_engine.http.serve import serve
 
         try:
             return serve(flags, description, listener)  # an OSError from here on is a crash
         except ModelError as error:
             return _refused(error)
+
+
+def preload(_arguments: Sequence[str]) -> None:
+    """Import the server, also in the template that forks this process: torch takes a second."""
+    with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal
+        import_module("actors.tiny_engine.http.serve")
 
 
 def _refused(error: Exception) -> int:

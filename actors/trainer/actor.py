@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -120,6 +121,11 @@ class TrainerActor(Actor):
         self._leader: Leader | None = None
         self._colocation: Colocation | None = None
 
+    @classmethod
+    def preload(cls) -> None:
+        with collecting_nothing():
+            import_module("actors.trainer.critic_rank")  # torch and Megatron
+
     def stats(self) -> dict[str, float]:
         """Train step, weight version, and seconds of torch work."""
         leader = self._leader
@@ -199,7 +205,7 @@ class TrainerActor(Actor):
 
     def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank | CriticRank":
         """Build the rank. Runs on the torch thread: importing torch and Megatron takes seconds."""
-        with collecting_nothing():
-            from actors.trainer.critic_rank import build_rank
+        self.preload()
+        from actors.trainer.critic_rank import build_rank
 
         return build_rank(self._topology, self._run_dir, store, self._rank, local_rank=self._local_rank, ask_of=ask_of)

@@ -138,6 +138,7 @@ class NodeDaemon:
                 tasks.start_soon(self._obey_signals, tasks.cancel_scope)
                 tasks.start_soon(self._watch_disk)
                 await tasks.start(self._supervision.run)
+                self._supervision.template.prepare(self._plan.processes)
                 try:
                     await self._work()
                 except* BusError as errors:

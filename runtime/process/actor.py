@@ -38,6 +38,10 @@ class Actor(ABC):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Work until done or cancelled; report task_status.started() once subscribed."""
 
+    @classmethod  # noqa: B027 - most actors import all with their module
+    def preload(cls) -> None:
+        """Import what the actor imports later than its module, in the template that forks its process."""
+
     def stats(self) -> dict[str, float]:
         """Return the actor's counters since its start, for stats calls."""
         return {}

@@ -117,6 +117,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     probe: Probe | None = None  # checked repeatedly once the process is ready
     unresponsive_after_s: float = 60.0  # without an answer or a heartbeat; then it is killed and counts as failed
     silent_after_s: float = 20.0  # the same; then it is named
+    forked: bool = False  # by the node's template process, which has imported what it needs; without GPUs
     crash_words: tuple[str, ...] = ()  # in its output: the process ended itself, whatever the signal
     address_key: str | None = None  # KV key that receives its URL each time it is ready
     tier: Tier = Tier.ACTOR

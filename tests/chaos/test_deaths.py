@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from messages import BatchTrained, GroupCompleted, GroupsIssued
+from runtime.node.supervisor.template import PROGRAM
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, ROOT, Command, Run, moments_of
 
@@ -28,6 +29,10 @@ TOGETHER = (  # with each of them, who suffers most from it
     ("rollout actor", "engine"),
     ("trainer rank", "nats-server"),
 )
+TEMPLATE = {  # it dies or stops right after the first kill, when it is to fork the killed process again
+    ("rollout actor", "engine"): signal.SIGKILL,
+    ("trainer rank", "nats-server"): signal.SIGSTOP,
+}
 STARTS = {"node daemon": 2, "everything": 6}  # after these, the same command again; killed after so many steps
 FILTERED = (f"rollout.dynamic_filter={Path(__file__).with_name('graders.py')}:every",)  # keeps all, and has a process
 ROUTED = ("engines.policy.router=sglang-router",)  # has a process
@@ -44,7 +49,7 @@ def test_each_line_of_the_table_is_tested() -> None:
         .partition("\n## ")[0]
     )
     lines = re.findall(r"^\| ([a-z][a-z -]*) \|", section, re.MULTILINE)
-    assert sorted(lines) == sorted([*PROCESSES, *STARTS])
+    assert sorted(lines) == sorted([*PROCESSES, *STARTS, "template"])
     assert sorted(line for lines in TOGETHER for line in lines) == sorted(PROCESSES)
 
 
@@ -57,18 +62,27 @@ async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, line
     overrides = (*(FILTERED if "filter" in names else ()), *(ROUTED if "router.policy" in names else ()))
     run = Run(tmp_path, num_steps=num_steps, overrides=overrides)
     async with run.started() as command:
+        template = template_of(command)
         for steps in AFTER_STEPS:
             await command.log.until_trained(steps)
             for name in moments.sample(names, len(names)):
                 await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
                 command.log.kill(name)
+                if lines in TEMPLATE and template.is_running():
+                    template.send_signal(TEMPLATE[lines])
                 await command.log.until_restarted(name)
+        assert template.is_running() == (lines not in TEMPLATE)
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)
     await audit(run, killed=names * len(AFTER_STEPS))
     async with run.reopened() as bus:
         check_extra_work(await read_all(bus, run), run.num_steps, *names)
+
+
+def template_of(command: Command) -> psutil.Process:
+    """The process that the node daemon forks its actors from."""
+    return next(each for each in command.family() if any(word.startswith(PROGRAM[:-3]) for word in each.cmdline()))
 
 
 @pytest.mark.parametrize("line", STARTS)

@@ -86,6 +86,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, pla
         name=f"engine.{pool}.{index}",
         command=command,
         env={**env, **engine.env, **_visible(place.gpus), **_peers_environment(engine)},
+        forked=engine.kind == "tiny",
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or ready_timeout_s,

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import anyio
 
@@ -18,6 +18,19 @@ GUARD_END_S = 3.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class Process(Protocol):
+    """What is needed of a child process."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def send_signal(self, signal: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 class Child:
     """A child process in its own session, with one pipe for its output.
 
@@ -25,7 +38,7 @@ class Child:
     be the main thread.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, output: int) -> None:
+    def __init__(self, process: Process, output: int) -> None:
         self._process = process
         self.pid = process.pid
         self.output = output  # file descriptor to read
@@ -137,8 +150,9 @@ class Guard:
         return process
 
     def _send(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
-            self._process.stdin.write(line.encode())
+        stdin = None if self._process is None or self._process.returncode is not None else self._process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(line.encode())
 
     async def _end(self) -> None:
         if self._process is None or self._process.stdin is None:

@@ -1,14 +1,22 @@
 """State changes of a supervised process, for listeners."""
 
+import signal
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from runtime.settings.processes import ProcessSpec
+from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE
+from runtime.util.formatting import signal_name
 from runtime.util.stacks import Culprit
 
 STOPPED: Final = "stopped"  # reason of an exit that the node daemon asked for
+LASTING: Final = {  # exit codes after which a restart would not help
+    EXIT_INPUT_ERROR: "input error",
+    EXIT_FENCED: "fenced: another process took over",
+    EXIT_NO_SPACE: "no space left",
+}
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,3 +78,12 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
 
 Change = Started | Ready | Silent | Blocked | Exited | GivenUp
 Listener = Callable[[Change], None]
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code."""
+    if code < 0:
+        return f"killed by {signal_name(-code)}"
+    if code - 128 in (signal.SIGINT, signal.SIGTERM):
+        return f"exit code {code}, as after {signal_name(code - 128)}"
+    return f"exit code {code}, {LASTING[code]}" if code in LASTING else f"exit code {code}"

@@ -19,13 +19,25 @@ from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
 from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
 from runtime.node.supervisor.restarts import Agreement, RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
-from runtime.node.supervisor.state_changes import STOPPED, Blocked, Exited, GivenUp, Listener, Ready, Silent, Started
+from runtime.node.supervisor.state_changes import (
+    LASTING,
+    STOPPED,
+    Blocked,
+    Exited,
+    GivenUp,
+    Listener,
+    Ready,
+    Silent,
+    Started,
+    describe_exit,
+)
+from runtime.node.supervisor.template import Template
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier, with_address
-from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
-from runtime.util.formatting import count_of, signal_name
+from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NOT_STARTED
+from runtime.util.formatting import count_of
 from runtime.util.secrets import Secret, split_login
 from runtime.util.stacks import Culprit, culprit
 
@@ -39,12 +51,6 @@ ENDED_FROM_OUTSIDE = (
     *(128 + number for number in (signal.SIGTERM, signal.SIGINT)),
 )
 
-_LASTING = {
-    EXIT_INPUT_ERROR: "input error",
-    EXIT_FENCED: "fenced: another process took over",
-    EXIT_NO_SPACE: "no space left",
-}
-
 
 class Supervisor:
     """Runs one process, with restarts, until it is stopped or given up."""
@@ -55,13 +61,14 @@ class Supervisor:
         *,
         log: OutputLog,
         environment: Mapping[str, str],
-        guard: Guard,
         listener: Listener,
         restart_group: RestartGroup | None = None,
+        template: Template,
         servers: ReadyServers | None = None,
         address: str = LOOPBACK,
     ) -> None:
         self.spec = spec
+        self._template = template
         self._address = address
         self._servers = servers or ReadyServers()
         self._came_up = True  # the last process became ready, if there was one
@@ -72,7 +79,7 @@ class Supervisor:
         self.restarts = 0
         self._log = log
         self._base_environment = environment
-        self._guard = guard
+        self._guard = template.guard
         self._announce = listener
         self._budget = RestartBudget(spec.max_restarts)
         self._stop_requested = anyio.Event()
@@ -178,7 +185,7 @@ class Supervisor:
             if self._heartbeats is not None:
                 self._heartbeats.forget()
                 kept_open = (self._heartbeats.given,)
-            child = await Child.start(self._command(), self._environment(), kept_open=kept_open)
+            child = await self._template.start(self.spec, self._command(), self._environment(), kept_open=kept_open)
         except PortInUse as error:
             if self.restarts == 0:
                 return self._give_up(EXIT_INPUT_ERROR, str(error))
@@ -289,7 +296,7 @@ class Supervisor:
             self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=STOPPED, restart_in_s=None))
             return None
         reason = self._reason(code)
-        if code in _LASTING or (self._killed_for and self._gives_up):
+        if code in LASTING or (self._killed_for and self._gives_up):
             self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=None))
             return self._give_up(code, reason)
         return self._after_failure(pid, code, reason)
@@ -324,7 +331,7 @@ class Supervisor:
             cause = self._log.crash()
         else:
             cause, words = self._log.error(), self._log.last_words()
-            if code in _LASTING:  # a program says on its standard error what is wrong with its input
+            if code in LASTING:  # a program says on its standard error what is wrong with its input
                 cause = cause or words
         if cause:
             return f"{cause} ({how})"
@@ -387,6 +394,7 @@ class Supervision:
         self._environment = {**os.environ, **environment, guardian.MARK_VARIABLE: self._mark, "PYTHONUNBUFFERED": "1"}
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
+        self.template = Template(self._environment, self._guard)
         self._supervisors: dict[str, Supervisor] = {}
         self._restart_groups: dict[str, RestartGroup] = {}  # restart groups by name
         self._servers = ReadyServers()
@@ -396,6 +404,7 @@ class Supervision:
         """Supervise until cancelled."""
         async with anyio.create_task_group() as guard_tasks:
             guard_tasks.start_soon(self._guard.run)
+            guard_tasks.start_soon(self.template.run)
             try:
                 async with anyio.create_task_group() as self._tasks:
                     task_status.started()
@@ -426,9 +435,9 @@ class Supervision:
             spec,
             log=log,
             environment=self._environment,
-            guard=self._guard,
             listener=self._listener,
             restart_group=group,
+            template=self.template,
             servers=self._servers,
             address=self._address,
         )
@@ -490,12 +499,3 @@ def _secrets_of(spec: ProcessSpec) -> list[Secret]:
     _, login = split_login(spec.env.get(BUS_URL_VARIABLE, ""))
     key = spec.env.get(ENGINE_KEY_VARIABLE, "")
     return [*([login.password] if login else []), *([Secret(key)] if key else [])]
-
-
-def describe_exit(code: int) -> str:
-    """Describe an exit code."""
-    if code < 0:
-        return f"killed by {signal_name(-code)}"
-    if code - 128 in (signal.SIGINT, signal.SIGTERM):
-        return f"exit code {code}, as after {signal_name(code - 128)}"
-    return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"
