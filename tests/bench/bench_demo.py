@@ -77,11 +77,17 @@ def long_run(directory: Path, num_steps: int, timeout_s: float) -> dict[str, Any
 
 
 def run(
-    directory: Path, name: str, num_steps: int, timeout_s: float, more: Sequence[str] = ()
+    directory: Path,
+    name: str,
+    num_steps: int,
+    timeout_s: float,
+    more: Sequence[str] = (),
+    *,
+    topology: str | Path = TOPOLOGY,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The run's result as the command prints it, and the CPU seconds of each of its processes."""
     sets = [f"train.num_steps={num_steps}", f"run.name={name}", f"run.dir={directory}", *more]
-    command = [*START, TOPOLOGY, "--json", *(part for item in sets for part in ("--set", item))]
+    command = [*START, str(topology), "--json", *(part for item in sets for part in ("--set", item))]
     with (directory / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=directory)
     watched = CpuTimes(psutil.Process(process.pid))

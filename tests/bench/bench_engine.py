@@ -120,7 +120,9 @@ def real_shapes(directory: Path, num_rounds: int) -> dict[str, dict[str, float]]
     return results
 
 
-def real_rounds(directory: Path, dtype: str, num_threads: int, num_rounds: int) -> Measured:
+def real_rounds(
+    directory: Path, dtype: str, num_threads: int, num_rounds: int, *, prompt: int = REAL_PROMPT
+) -> Measured:
     """Generate all samples of all prompts, round after round; the first one warms up."""
     import torch
 
@@ -136,10 +138,10 @@ def real_rounds(directory: Path, dtype: str, num_threads: int, num_rounds: int) 
         for number in range(num_rounds + 1):
             if number == 1:
                 before, wall, cpu = scheduler.num_generated, time.perf_counter(), time.process_time()
-            for prompt in range(REAL_PROMPTS):
-                ids = [(number * 7919 + prompt * 131 + place) % SMOLLM2["vocab_size"] for place in range(REAL_PROMPT)]
+            for which in range(REAL_PROMPTS):
+                ids = [(number * 7919 + which * 131 + place) % SMOLLM2["vocab_size"] for place in range(prompt)]
                 group = [
-                    requests.Request(f"{number}.{prompt}.{index}", list(ids), requests.Sampling(), stopping, seed=index)
+                    requests.Request(f"{number}.{which}.{index}", list(ids), requests.Sampling(), stopping, seed=index)
                     for index in range(GROUP)
                 ]
                 scheduler.submit(group)

@@ -136,16 +136,16 @@ def resident_mb() -> float:
     return float(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024 / 1e6
 
 
-def real_batch(step: int, flat: int) -> Any:
+def real_batch(step: int, flat: int, *, prompt: int = REAL_PROMPT, responses: tuple[int, int] = (3, 9)) -> Any:
     """Each prompt's samples begin with the same tokens. The first `flat` prompts have samples of one reward."""
     import numpy as np
 
-    batch = random_batch(step, 16, prompt=REAL_PROMPT, responses=(3, 9))
+    batch = random_batch(step, 16, prompt=prompt, responses=responses)
     draw = np.random.default_rng(step)
     tokens_N = draw.integers(0, REAL["vocab_size"], len(batch.tokens_N)).astype(np.int32)
-    prompts = draw.integers(0, REAL["vocab_size"], (16, REAL_PROMPT))
+    prompts = draw.integers(0, REAL["vocab_size"], (16, prompt))
     for group, start in zip(batch.groups_B.tolist(), batch.starts_B.tolist(), strict=True):
-        tokens_N[start : start + REAL_PROMPT] = prompts[group]
+        tokens_N[start : start + prompt] = prompts[group]
     rewards_B = np.where(batch.groups_B < flat, 0.3, batch.rewards_B)
     log_probs_N = np.where(batch.loss_mask_N, -10.8, 0.0).astype(np.float32)
     return replace(batch, tokens_N=tokens_N, rewards_B=rewards_B, rollout_log_probs_N=log_probs_N)

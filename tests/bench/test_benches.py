@@ -40,14 +40,17 @@ TINY = {
     "save": "--small --runs 1 --pairs 1",
     "sglang": "--pairs 1 --groups 2 --response 260",
     "source": "--issues 3 --groups 2 --sizes 16 1000000",
+    "step": "--dtype bfloat16 --steps 1 --rounds 1 --seconds 0.01",
     "trainer": "--steps 2 --imports 0",
     "transformers": "--case laptop --runs 1 --steps 1",
     "transports": "--small --runs 1",
+    "trl": "--turns 1 --steps 2",
     "weights": "--small --runs 1",
 }
 NIGHTLY = """
     ahead batches delta demo dispatch durability engine judged ledger long_tail memory nodes
-    observed observer pipeline ray reward save sglang source trainer transformers transports weight_export weights
+    observed observer pipeline ray reward save sglang source step trainer transformers transports trl weight_export
+    weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
