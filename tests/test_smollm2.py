@@ -59,7 +59,8 @@ def test_an_imported_model_has_the_numbers_of_its_file_and_answers(file: Path, m
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_released_model_trains_in_bfloat16_and_engines_hold_what_was_trained(model: Path, tmp_path: Path) -> None:
-    settings = ("model.dtype=bfloat16", "train.num_steps=3", "rollout.rollout_batch_size=4", "eval.0.interval=3")
+    few = ("train.num_steps=3", "optimizer.lr_warmup_iters=1", "rollout.rollout_batch_size=4", "eval.0.interval=3")
+    settings = ("model.dtype=bfloat16", *few)
     finished = run_topology(
         tmp_path, "topologies/smollm2.toml", f"model.hf_checkpoint={model}", *settings, limit_s=LIMIT_S
     )
@@ -96,8 +97,10 @@ def test_no_held_out_sum_is_trained() -> None:
     [
         ("19", 1.0),
         (" 19\n", 1.0),
-        ("20", 0.3),
-        ("-19", 0.3),
+        ("019", 0.5),
+        ("20", 0.47),
+        ("9", 0.2),
+        ("-19", 0.2),
         ("19.", 0.1),
         ("19 + 0", 0.1),
         ("12 + 7", 0.1),
@@ -106,4 +109,4 @@ def test_no_held_out_sum_is_trained() -> None:
 )
 def test_the_reward_of_an_answer_by_hand(response: str, reward: float) -> None:
     sample = SimpleNamespace(response=response, label="19")
-    assert runpy.run_path(str(TOPOLOGIES / "recipes" / "sums_reward.py"))["reward"](sample) == reward
+    assert runpy.run_path(str(TOPOLOGIES / "recipes" / "sums_reward.py"))["reward"](sample) == pytest.approx(reward)

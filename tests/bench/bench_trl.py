@@ -32,6 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from runtime.settings.load import load_topology
 from tests.bench.bench_demo import run
 from tests.bench.rig import ROOT
@@ -103,7 +105,11 @@ def ours(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, Any]
     }
     name = f"ours-{turn}"
     words = [f"{key}={value}" for key, value in settings.items()]
-    _, cpu_s = run(directory, name, args.steps, args.timeout, words, topology=TOPOLOGY)
+    tables = msgspec.to_builtins(load_topology(TOPOLOGY).topology)
+    tables["algorithm"] = {}  # plain GRPO, as on their side
+    topology = directory / "ours.json"
+    topology.write_text(json.dumps(tables))
+    _, cpu_s = run(directory, name, args.steps, args.timeout, words, topology=topology)
     rows = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] > 0]
     return {
