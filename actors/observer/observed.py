@@ -333,8 +333,9 @@ class Observed(msgspec.Struct):
     def curves(self, since: int = 0) -> list[MetricRow]:
         """The rows that events after a log sequence changed, with numbers that JSON cannot express as text."""
         newest = self._report.open_row
-        changed = [row for row in self.rows.items if self._changed[row["step"]] > since]
-        rows: list[MetricRow] = [*changed, *([] if newest is None else [newest])]
+        rows = [row for row in self.rows.items if self._changed[row["step"]] > since]
+        if newest is not None:  # always: `rows` leaves some out in a long run
+            rows = [*(row for row in rows if row["step"] != newest["step"]), newest]
         return [{key: spelled(value) for key, value in row.items()} for row in rows]
 
     def metrics(self) -> dict[str, float]:

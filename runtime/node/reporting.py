@@ -118,15 +118,9 @@ class Reporting:
                 await self._ended.wait()
 
     def close(self) -> None:
-        """Write the last metrics row, after all events and tasks ended."""
+        """Accept no more events, after all tasks ended."""
         self._send.close()
         self._events.close()
-        try:
-            for notice in self.report.close():
-                if isinstance(notice, RowDone) and self._metrics is not None:
-                    self._metrics.put(notice.row)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._fail("the last row of metrics.jsonl cannot be written", error)
 
     async def _report_all(self, bus: Bus, samples: anyio.abc.TaskGroup) -> None:
         if self._plan.server is None:

@@ -70,7 +70,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class RowDone(msgspec.Struct, frozen=True):
-    """The metrics of one step are complete."""
+    """The metrics of one step: of its training, and again with those of its evaluation, once that has ended."""
 
     row: MetricRow
 
@@ -116,7 +116,7 @@ class Report(msgspec.Struct):
     _failures: Failures = msgspec.field(default_factory=Failures)
     _scores: EqualScores = msgspec.field(default_factory=EqualScores)
     _first_rollout: float | None = None
-    _row: MetricRow | None = None  # row of the newest step; complete when the next one is trained
+    _row: MetricRow | None = None  # row of the newest step, which its evaluation may still complete
     _evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
     _dropped: dict[str, int] = {}  # counts at the newest row
     _num_failed: int = 0  # groups, at the newest row
@@ -192,7 +192,8 @@ class Report(msgspec.Struct):
                 return self._evaluate(event, time, took_s=event.took_s)
             case RunFinished():
                 self.finished = event.reason
-                return self.close()
+                self.close()
+                return []
             case WeightsApplied():
                 self.version = max(self.version, event.version)
                 return []
@@ -233,13 +234,12 @@ class Report(msgspec.Struct):
             return []
         return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self.graded)]
 
-    def close(self) -> list[Notice]:
-        """Emit the newest row, since no more events will come."""
+    def close(self) -> None:
+        """Take the newest row for complete, unless its evaluation still runs."""
         row, self._row = self._row, None
         running = self._ledger.evaluation
         if row is not None and running is not None and running.step == row["step"]:
             self._evaluated_row = row
-        return [] if row is None else [RowDone(row)]
 
     def result(self, now: float) -> Result:
         """Return the result as of `now`, a Unix time in seconds."""
@@ -293,7 +293,7 @@ class Report(msgspec.Struct):
         if not settled:
             return []  # replayed after a crash, or a duplicate event
         groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
-        notices = self.close()
+        self.close()
         self.steps = max(self.steps, event.step + 1)
         if seq < self.first_seq:
             self._earlier_steps = self.steps
@@ -310,7 +310,7 @@ class Report(msgspec.Struct):
         self._row, self._dropped = row, dict(self._ledger.dropped)
         masked = masked_line(metrics)
         lines = [Line(masked)] if masked is not None else []
-        return [*notices, Line(self._step_line(row)), *lines, *self._untrained(event)]
+        return [Line(self._step_line(row)), RowDone(dict(row)), *lines, *self._untrained(event)]
 
     def _failed_share(self, trained: int) -> MetricRow:
         """Return the share of groups that failed since the step before, from the first failure of the run on."""
@@ -385,7 +385,7 @@ class Report(msgspec.Struct):
         line = Line(f"evaluation after step {event.step}{weights}: {shown}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics
-            return [line]
+            return [line, RowDone(dict(self._row))]
         before, self._evaluated_row = self._evaluated_row, None
         if event.step == 0:
             before = {"step": 0, "time": time}

@@ -9,6 +9,7 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import num_weights
 from runtime.settings.derived import has_critic, keeps_teacher, uses_reference
 from runtime.settings.placement import data_parallel_size, max_sample_tokens
+from runtime.settings.prompts import shares_prompts
 from runtime.settings.sizes import prompt_len_bound, show_bytes
 from runtime.settings.topology import Topology, critic_has_ranks, reference_in_pool
 
@@ -17,6 +18,10 @@ PROGRAM: Final = 327 << 20  # bytes: Python, torch and Megatron-core, once impor
 PRODUCTS: Final = 48 << 20  # bytes that oneDNN keeps for products in bfloat16 (KEPT_PRODUCTS in settings/devices.py)
 HEAD_ROWS: Final = 256  # positions whose logits are computed at a time
 HEAD_COPIES: Final = 3.5  # of these logits, in float32: kept ones, exponentials, gradients
+HALF_HEAD_BYTES: Final = (
+    6.5  # in bfloat16, for each weight of the head: its gradient, the embedding's, and a reordered copy
+)
+HALF_ACTIVATIONS: Final = 2 / 3  # in bfloat16, of `activation_bytes`
 
 
 class RankMemory(NamedTuple):
@@ -80,16 +85,20 @@ def rank_memory(topology: Topology, model: HfConfig) -> RankMemory:
         each += weight * (topology.rollout.max_token_staleness or 0)
     if has_critic(topology) and not critic_has_ranks(topology):
         each += weight + 4 + main + 8
-    rollout = topology.rollout
-    sample = prompt_len_bound(topology) + rollout.max_response_len
-    tokens = min(
-        micro_batch_tokens(topology, model), rollout.rollout_batch_size * rollout.n_samples_per_prompt * sample
-    )
-    logits = HEAD_COPIES * 4 * model.vocab_size * min(tokens, HEAD_ROWS)
-    embeddings = 4 * model.vocab_size * model.hidden_size  # gradients of embedding and head, before they are added
-    work = tokens * activation_bytes(model) + logits + embeddings
+    tokens = min(micro_batch_tokens(topology, model), _step_tokens(topology))
+    work = tokens * activation_bytes(model) * (HALF_ACTIVATIONS if is_half else 1.0)
+    work += HEAD_COPIES * 4 * model.vocab_size * min(tokens, HEAD_ROWS)
+    work += HALF_HEAD_BYTES * model.vocab_size * model.hidden_size if is_half else 0
     program = PROGRAM + (PRODUCTS if is_half else 0)
     return RankMemory(program, round(num_weights(model) * each / shards), round(work / shards))
+
+
+def _step_tokens(topology: Topology) -> int:
+    """Return the most input tokens of an optimizer step, over all ranks."""
+    rollout, num_samples = topology.rollout, topology.rollout.n_samples_per_prompt
+    prompts = 1 if shares_prompts(topology) else num_samples
+    group = prompts * prompt_len_bound(topology) + num_samples * rollout.max_response_len
+    return -(-rollout.rollout_batch_size * group // topology.algorithm.num_steps_per_rollout)
 
 
 def described(topology: Topology, model: HfConfig) -> str:

@@ -35,7 +35,6 @@ def test_a_row_holds_rollout_train_and_time_metrics() -> None:
     story.issue(0)
     story.judge(0, story.complete(0, 1.0, 1.0, after_s=2.0, truncated=1))
     story.train(0, 0, after_s=1.0, train__loss=0.5, perf__train_time=0.75, perf__train_wait_time=2.25)
-    story.notices += story.report.close()
     (row,) = story.rows()
     expected = {
         "step": 1,
@@ -88,7 +87,6 @@ def test_a_row_says_how_long_the_newest_update_took_and_its_engines_stood_still(
     story.tell(updated(2, "rollout.0", 3.0, 0.5, 2.0))
     story.tell(updated(2, "rollout.1", 4.0, 1.0))
     one_step(story, 0, 1.0)
-    story.notices += story.report.close()
     (row,) = story.rows()
     assert (row["perf/update_weights_applied_time"], row["perf/update_weights_pause_time"]) == (4.0, 2.0)
     assert not [name for name in row if "session" in name or "wire" in name]
@@ -100,7 +98,6 @@ def test_a_row_says_how_long_event_loops_were_blocked_since_the_step_before() ->
         story.tell(EventLoopBlocked(actor="rollout", node="n", pid=1, blocked_s=seconds, ended=ended))
     one_step(story, 0, 1.0)
     one_step(story, 1, 1.0)
-    story.notices += story.report.close()
     first, second = story.rows()
     assert first["perf/event_loop_blocked_time"] == 10.5
     assert "perf/event_loop_blocked_time" not in second
@@ -114,7 +111,6 @@ def test_a_row_says_what_the_weight_sessions_since_the_step_before_took_and_sent
     story.tell(session(2, 100, 0.5))
     one_step(story, 1, 1.0)
     one_step(story, 2, 1.0)
-    story.notices += story.report.close()
     names = ("perf/update_weights_session_time", "perf/update_weights_wire_bytes")
     said = [[row.get(name) for name in names] for row in story.rows()]
     assert said == [[2.0, 100], [0.75, 140], [None, None]]
@@ -128,9 +124,9 @@ def test_an_evaluation_joins_the_row_of_its_step() -> None:
     metrics = {"eval/held-out": 0.75, "eval/held-out-pass@1": 0.7, "eval/held-out-truncated_ratio": 0.0}
     story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics=metrics))
     one_step(story, 1, 0.5, 0.5)
-    story.notices += story.report.close()
     rows = story.rows()
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [0, 1, 1, 2]
+    del rows[1]  # the row of step 1 before its evaluation
     assert rows[0]["eval/held-out"] == 0.125
     assert rows[1]["eval/held-out"] == 0.75
     assert rows[1]["eval/step"] == 1
@@ -193,7 +189,7 @@ def test_an_evaluation_before_the_first_step_may_end_after_it() -> None:
     one_step(story, 0, 0.0, 1.0)
     story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/s": 0.25}))
     one_step(story, 1, 0.0, 1.0)
-    assert [(row["step"], row.get("eval/s")) for row in story.rows()] == [(0, 0.25), (1, None)]
+    assert [(row["step"], row.get("eval/s")) for row in story.rows()] == [(1, None), (0, 0.25), (2, None)]
 
 
 def test_what_engines_said_of_the_requests_of_a_batch_becomes_metrics() -> None:
@@ -224,7 +220,6 @@ def test_what_engines_said_of_the_requests_of_a_batch_becomes_metrics() -> None:
         story.completed[group] = story.tell(event)
         story.judge(group, story.completed[group])
     story.train(0, 0, 1)
-    story.notices += story.report.close()
     (row,) = story.rows()
     assert row["rollout/prefix_cache_hit_rate"] == 0.25
     assert row["rollout/avg_cached_tokens_per_sample"] == 5
@@ -260,7 +255,6 @@ def test_a_number_of_turns_that_only_a_later_sample_names_is_kept() -> None:
     story.completed[0] = story.tell(decode(*encode(event)))  # as it comes from the wire
     story.judge(0, story.completed[0])
     story.train(0, 0)
-    story.notices += story.report.close()
     (row,) = story.rows()
     assert [row[f"multi_turn/round_number_{name}"] for name in ("mean", "max", "min")] == [3.0, 4.0, 2.0]
 
@@ -271,14 +265,27 @@ def test_a_metric_that_is_no_number_is_in_the_line_the_row_and_the_file(tmp_path
     story.judge(0, story.complete(0, 1.0))
     story.train(0, 0, train__loss=math.nan, train__kl=-math.inf, train__grad_norm=2.0)
     assert story.lines()[-1].endswith(" | not finite: train/loss nan, train/kl -inf")
-    (done,) = story.report.close()
-    assert isinstance(done, RowDone)
+    (done,) = [notice for notice in story.notices if isinstance(notice, RowDone)]
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).put(done.row)
     MetricsFile(path)  # of the next start, which reads it
     row = msgspec.json.decode(path.read_bytes())
     assert (row["train/loss"], row["train/kl"], row["train/grad_norm"]) == ("NaN", "-Infinity", 2.0)
     assert math.isnan(float(row["train/loss"]))
+
+
+def test_a_step_has_its_row_at_once_and_the_file_has_one_of_each_step(tmp_path: Path) -> None:
+    story, path = Story(num_steps=2), tmp_path / "metrics.jsonl"
+    one_step(story, 0, 0.5)
+    assert [row["step"] for row in story.rows()] == [1]
+    story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics={"eval/s": 0.75}))
+    one_step(story, 1, 0.5)
+    for _ in range(2):  # a start after kill -9 writes the rows of the log again
+        file = MetricsFile(path)
+        for row in story.rows():
+            file.put(row)
+    found = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    assert [(row["step"], row.get("eval/s")) for row in found] == [(1, 0.75), (2, None)]
 
 
 def test_a_loss_on_demonstrations_that_is_no_number_is_the_steps_loss() -> None:
