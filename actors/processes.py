@@ -26,14 +26,15 @@ LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     """Process specs of a node, without its node daemon and the NATS server.
 
-    Light actors, routers and trackers run on the node that has the bus. So do reward actors and engines without GPUs,
-    unless `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these
-    are; ranks on the CPU on `trainer.nodes`. Each node has an exporter for Prometheus.
+    Light actors, routers and trackers run on the node that has the bus. So do rollout and reward actors and engines
+    without GPUs, unless `rollout.nodes`, `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and
+    engines with GPUs run where these are; ranks on the CPU on `trainer.nodes`. Each node has a Prometheus exporter.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
     recorded = answers_are_recorded(topology)  # an offline rollout needs no engine and no grader
-    placed = topology.reward.nodes
+    # light actors on nodes of their own, each with its number
+    placed = {} if recorded else {"rollout": topology.rollout.nodes, "reward": topology.reward.nodes}
     if not recorded:
         specs += engine_specs(topology, node)
     if topology.run.only != "rollout":
@@ -42,14 +43,15 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | ON_CPU))
     if home:
         shared = {role for roles in topology.share for role in roles}
-        alone = [(role,) for role in LIGHT_ACTORS if role not in shared and not (role == "reward" and placed)]
+        alone = [(role,) for role in LIGHT_ACTORS if role not in shared and not placed.get(role)]
         idle = {role for role, runs in (("reward", not recorded), ("filter", has_filter(topology))) if not runs}
         together = ([role for role in roles if role not in idle] for roles in (*topology.share, *alone))
         specs += [_host(topology, run_dir, "+".join(roles), roles, OURS) for roles in together if roles]
-    if node in placed and not recorded:
-        number = placed.index(node)
-        env = OURS | {INSTANCE_VARIABLE: str(number)}
-        specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
+    for role, nodes in placed.items():
+        for number, name in enumerate(nodes):
+            if name == node:
+                env = OURS | {INSTANCE_VARIABLE: str(number)}
+                specs.append(_host(topology, run_dir, f"{role}.{number}", [role], env))
     specs += _exporter(topology, home=home)
     return [*specs, *_trackers(topology), *_page(topology), *_spans(topology)] if home else specs
 

@@ -1,4 +1,6 @@
-"""What a run cannot do without: trainer ranks, reward actors, and enough engines of each pool. Home decides by it.
+"""What a run cannot do without: trainer ranks, rollout and reward actors, and enough engines of each pool.
+
+Home decides by it.
 
 A node that is away may come back: home waits for it. An engine that was given up does not.
 """
@@ -14,12 +16,12 @@ from runtime.settings.topology import Topology
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 
 TRAINER: Final = "trainer"
-REWARD: Final = "reward"
+WORKERS: Final = ("rollout", "reward")  # of which a run needs one each
 NO_BUDGET_HELPS: Final = (EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED)  # such an end is one of the whole run
 
 
 class Part(NamedTuple):
-    """An engine, a trainer rank or a reward actor: its processes, with their nodes."""
+    """An engine, a trainer rank, a rollout or a reward actor: its processes, with their nodes."""
 
     name: str
     processes: Mapping[str, str]
@@ -44,9 +46,10 @@ def needs_of_run(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]])
     """Return the needs of a run, from the processes of each node."""
     placed = [(spec, node) for node, of_node in specs.items() for spec in of_node]
     ranks = [(spec.name, spec.name, node) for spec, node in placed if spec.name.partition(".")[0] == TRAINER]
-    reward = [(spec.name, spec.name, node) for spec, node in placed if REWARD in _actors(spec.name)]
     found = [Need(rank.name, (rank,), 1) for rank in _parts(ranks)]
-    found += [Need(REWARD, _parts(reward), 1)] if reward else []
+    for role in WORKERS:
+        workers = [(spec.name, spec.name, node) for spec, node in placed if role in _actors(spec.name)]
+        found += [Need(role, _parts(workers), 1)] if workers else []
     for pool, engine in topology.engines.items():
         prefix = f"engine.{pool}."
         names = [(spec.name, node) for spec, node in placed if spec.name.startswith(prefix)]

@@ -59,7 +59,13 @@ def _used_nodes(topology: Topology) -> dict[str, NodeConfig]:
     used = {gpu for text in lists for gpu in parse_gpus(text)}
     home = bus_node(topology) or next(iter(topology.nodes), None)
     pools = topology.engines.values()
-    placed = {*topology.reward.nodes, *topology.trainer.nodes, *(name for pool in pools for name in pool.nodes)}
+    generating = topology.rollout.nodes if topology.engines else ()
+    placed = {
+        *topology.reward.nodes,
+        *topology.trainer.nodes,
+        *generating,
+        *(name for pool in pools for name in pool.nodes),
+    }
     needed = {name: max((gpu.index + 1 for gpu in used if gpu.node == name), default=0) for name in topology.nodes}
     return {
         name: msgspec.structs.replace(node, gpus=min(node.gpus, needed[name]))

@@ -67,11 +67,12 @@ class NodeRoles(NamedTuple):
     is_home: bool
     trains: bool  # it has trainer ranks
     pools: tuple[str, ...]  # pools with an engine, or a part of one, on this node
+    generates: bool = False  # it has a rollout actor that drives engines
 
     @property
     def needs_model(self) -> bool:
         """Whether a process of the node reads the model."""
-        return self.is_home or self.trains or bool(self.pools)
+        return self.is_home or self.trains or self.generates or bool(self.pools)
 
 
 def roles_of(topology: Topology, node: str) -> NodeRoles:
@@ -81,7 +82,13 @@ def roles_of(topology: Topology, node: str) -> NodeRoles:
         is_home=node == home_node(topology),
         trains=topology.run.only != "rollout" and node in trainer_nodes(topology),
         pools=tuple(pool for pool in pools if node in engine_nodes(topology, topology.engines[pool])),
+        generates=bool(pools) and node in rollout_nodes(topology),
     )
+
+
+def rollout_nodes(topology: Topology) -> tuple[str, ...]:
+    """Return the node of each rollout actor, in the order of their indices. Offline rollout has one, at home."""
+    return (() if answers_are_recorded(topology) else topology.rollout.nodes) or (home_node(topology),)
 
 
 def engine_nodes(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from runtime.settings.derived import (
 from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
 from runtime.settings.objective import PlannedTerm, objective_of
+from runtime.settings.owners import driven_by
 from runtime.settings.placement import (
     address_setting,
     bus_node,
@@ -65,6 +66,7 @@ class PlannedProcess(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     host: str | None = None  # listening address; none: it does not listen
     port: int | None = None  # none: a free port is chosen at the start
+    drives: tuple[str, ...] = ()  # engines of a rollout actor that is one of several or was placed
 
 
 class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ def _passes(topology: Topology) -> tuple[PlannedTerm, ...]:
 def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> PlannedNode:
     node = topology.nodes[name]
     address = address_setting(topology, name)
-    processes = [_process(spec, address) for spec in specs]
+    processes = [_process(topology, spec, address) for spec in specs]
     if bus_node(topology) == name:
         processes.insert(0, PlannedProcess(name="nats-server", host=address, port=bus_port(topology)))
     return PlannedNode(
@@ -150,13 +152,14 @@ def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> Planne
     )
 
 
-def _process(spec: ProcessSpec, address: str) -> PlannedProcess:
+def _process(topology: Topology, spec: ProcessSpec, address: str) -> PlannedProcess:
     visible = spec.env.get(NVIDIA, "")
     return PlannedProcess(
         name=spec.name,
         gpus=tuple(int(index) for index in visible.split(",")) if visible else (),
         host=address if spec.port else None,
         port=spec.port.fixed if spec.port else None,
+        drives=driven_by(topology, spec.name),
     )
 
 
@@ -284,9 +287,9 @@ def _nodes(plan: Plan) -> Iterator[str]:
             yield f"  {_line(list(alike))}".rstrip()
 
 
-def _kind(process: PlannedProcess) -> tuple[str, int, str | None, int | None]:
+def _kind(process: PlannedProcess) -> tuple[str, int, str | None, int | None, tuple[str, ...]]:
     """Return the key by which numbered processes that are otherwise equal are grouped."""
-    return (process.name.rstrip("0123456789"), len(process.gpus), process.host, process.port)
+    return (process.name.rstrip("0123456789"), len(process.gpus), process.host, process.port, process.drives)
 
 
 def _line(processes: list[PlannedProcess]) -> str:
@@ -298,6 +301,8 @@ def _line(processes: list[PlannedProcess]) -> str:
         parts.append(f"GPU {gpus}" + (f", {len(first.gpus)} each" if first is not last else ""))
     if first.host is not None:
         parts.append(f"{first.host}, {f'port {first.port}' if first.port else 'a free port'}")
+    if first.drives:
+        parts.append(f"drives {', '.join(first.drives)}")
     return f"{name:{WIDTH}} {'; '.join(parts)}"
 
 

@@ -89,6 +89,10 @@ def _without_directory(topology: Topology, node: str, roles: NodeRoles) -> Itera
         if pool == POLICY and (transport := topology.engines[pool].weight_transport) == "disk":
             remedy = 'use a common directory (run.dir), or weight_transport = "collective"'
             yield Problem.of(f"engines.{pool}.weight_transport", transport, f"{why}; {remedy}")
+    policy = topology.engines.get(POLICY)
+    if roles.generates and POLICY not in roles.pools and policy is not None and policy.weight_transport == "disk":
+        message = f"{why}, and its rollout actor compares weight files; use a common directory (run.dir)"
+        yield Problem.of("rollout.nodes", list(topology.rollout.nodes), message)
     if roles.trains and len(trainer_nodes(topology)) > 1:
         message = f"{why}, and the trainer's ranks save one checkpoint together; use a common directory (run.dir)"
         key = "nodes" if topology.trainer.gpus is None else "gpus"

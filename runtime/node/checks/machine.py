@@ -170,7 +170,7 @@ def _needed(topology: Topology, roles: NodeRoles) -> Iterator[Needed]:
         return
     for name, engine in topology.engines.items():
         key = f"engines.{name}.kind"
-        if roles.is_home and name == POLICY and engine.router == "sglang-router" and engine.router_url is None:
+        if roles.generates and name == POLICY and engine.router == "sglang-router" and engine.router_url is None:
             yield Needed(f"engines.{name}.router", engine.router, ROUTER, "router")
         if engine.kind == "tiny" and name in roles.pools:
             yield Needed(key, engine.kind, TINY_ENGINE, "engine")

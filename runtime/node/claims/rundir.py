@@ -35,6 +35,7 @@ HARMLESS = frozenset(
         "train.max_skipped_share",
     }
 )
+PLACES = "rollout.nodes"  # where the run runs
 LASTING = (
     "model",
     "data",
@@ -239,7 +240,7 @@ def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[
 
 
 def _lasts(key: str) -> bool:
-    if key in HARMLESS:
+    if key in HARMLESS or key.startswith(PLACES):
         return False
     return key.startswith((*LASTING_OF_REWARD, *LASTING_OF_TRAINER)) or any(
         key == table or key.startswith(f"{table}.") for table in LASTING

@@ -9,6 +9,7 @@ from runtime.settings.derived import (
     reads_reference,
     trains_demonstrations,
 )
+from runtime.settings.owners import fewest_engines
 from runtime.settings.placement import num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -91,7 +92,7 @@ def _slots_of_calls(topology: Topology) -> Iterator[Problem]:
     rollout, policy = topology.rollout, topology.engines.get(POLICY)
     if policy is None or rollout.custom_rollout_prompts == 1:
         return
-    slots = policy.concurrency * num_engines(policy)
+    slots = policy.concurrency * fewest_engines(topology)
     if rollout.custom_rollout_prompts * rollout.n_samples_per_prompt > slots:
         message = f"needs a slot for each of {rollout.n_samples_per_prompt} samples of a prompt, and there are {slots}"
         message += f" (engines.{POLICY}.concurrency)"

@@ -14,6 +14,7 @@ from runtime.settings.derived import (
     trains_pairs,
     trains_reward_model,
 )
+from runtime.settings.owners import owner_problems
 from runtime.settings.placement import home_node, is_loopback, trainer_nodes
 from runtime.settings.processes import longest_silence_s
 from runtime.settings.prompts import in_the_way
@@ -39,6 +40,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _bus,
         _addresses,
         _placed,
+        owner_problems,
         _sizes,
         engine_problems,
         _shares,

@@ -17,6 +17,9 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 
     harmless = True
 
+    # Node of each rollout actor: ["n0", "n0", "n1"] are two on n0 and one on n1. Each drives engines of the policy of
+    # its own, those of its node first. By default there is one, on the node with the bus, and it drives all engines.
+    nodes: tuple[Name, ...] = ()
     # Number of prompt groups per train step.
     rollout_batch_size: Positive
     # Number of prompt groups to issue at a time. By default `rollout_batch_size`.
