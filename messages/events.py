@@ -4,6 +4,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from messages.base import EngineSums, FileSum, Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
@@ -147,6 +148,15 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float  # from the moment its rollout actor was due to update it until the version was verified
 
 
+class EngineChecksum(msgspec.Struct, frozen=True, kw_only=True):
+    """Checksum of an engine's tensors, which equals that of all engines with this layout and these files."""
+
+    layout: tuple[str, ...]
+    engine: str  # the first that verified them
+    files: str  # checksum of the files, or of the tensors of a weight sync
+    tensors: str
+
+
 @register
 class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
     """A rollout actor's engines hold a verified weight version. Written by rollout."""
@@ -161,6 +171,8 @@ class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
     not_compared: dict[
         str, tuple[str, ...]
     ] = {}  # engines whose tensors are not compared with the trainer's, by reason
+    # of this version, one for each layout of tensors; not sent by the only rollout actor of a run
+    checksums: tuple[EngineChecksum, ...] | UnsetType = UNSET
 
 
 @register

@@ -15,6 +15,8 @@ from actors.rollout.engines.checks import ServerRequirements
 from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory import MemoryNotes, MemoryShare
+from actors.rollout.engines.others import OtherActors
+from actors.rollout.engines.ownership import Ownership
 from actors.rollout.engines.phases import PhaseFollower
 from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
@@ -42,6 +44,7 @@ from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.served_model import ServedModel
+from actors.rollout.weight_reports import WeightReports
 from messages import (
     ActorExited,
     ColumnPublished,
@@ -84,14 +87,14 @@ from messages import (
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
-from runtime.bus.errors import BusError
 from runtime.bus.servers import attend_servers, kill_server
 from runtime.functions.load import load
 from runtime.functions.table import EVALUATION
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.derived import reward_keys
-from runtime.settings.placement import UpdateLimits, num_engines
+from runtime.settings.owners import ActorShare
+from runtime.settings.placement import UpdateLimits
 from runtime.settings.topology import (
     POLICY,
     Topology,
@@ -111,7 +114,7 @@ from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 
-PROGRESS_EVERY_S: Final = 60.0  # between events about slow weight updates
+HANDOVER_S: Final = 10.0  # without an engine that accepts requests, before another rollout actor gets the tasks
 
 
 class RolloutActor(Actor):
@@ -130,6 +133,8 @@ class RolloutActor(Actor):
         WeightsAnnounced,
         EvalIssued,
         EvalEnded,
+        WeightsApplied,
+        WeightsLost,
         ScoresGiven,
         SegmentsPublished,
         SpillsGiven,
@@ -190,9 +195,11 @@ class RolloutActor(Actor):
             if item.custom_evaluation is not None
         }
         self._target = TargetWeights()
-        self._tasks = TaskRunner(topology, bus, POLICY, self._target, ack_wait_s=ack_wait_s)
+        self._share = share = ActorShare.of(topology, bus.name)
+        self._ownership = Ownership(bus.kv, POLICY, bus.name)
+        self._others = OtherActors(bus.kv, POLICY, bus.name, is_alone=share.is_alone)
+        self._tasks = TaskRunner(topology, bus, POLICY, self._target, is_alone=share.is_alone, ack_wait_s=ack_wait_s)
         self._published = PublishedFiles(UpdateLimits.of(self._pool) if self._pool.verify != "never" else None)
-        self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
@@ -210,9 +217,7 @@ class RolloutActor(Actor):
                 stall_s=pool.update_stall_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
-            pauses = Pauses(self._bus.kv, POLICY, pool.urls)
-            await pauses.inherit()
-            updater = self._updater(client, pauses)
+            updater = self._updater(client, await self._begin_ownership(client))
             fleet = self._fleet(client, updater)
             self._pools = {
                 name: FrozenPool(PoolSettings.of(self._topology, name), client, fleet.events)
@@ -221,7 +226,9 @@ class RolloutActor(Actor):
             tools = self._tools(client, fleet)
             await self._tasks.outcomes.begin()
             updater.interrupt_by(tools.generator.running.interrupt)
-            fleet.give_up_by(partial(self._gives_up, fleet))
+            fleet.ask_others_by(self._others.hold, self._others.answer)
+            reports = WeightReports(self._bus, fleet, self._target, self._others, is_alone=self._share.is_alone)
+            fleet.give_up_by(reports.gives_up)
             if pool.update_groups == 1:  # with rolling updates the other engines keep serving
                 updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
@@ -232,22 +239,22 @@ class RolloutActor(Actor):
                 group.start_soon(frozen.run, self._bus, self._topology)
             await group.start(self._sampling.run)
             await group.start(tools.scorer.run)
+            group.start_soon(self._ownership.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
-            if pool.router_url is not None:
-                group.start_soon(fleet.run_router, pool.router_url.rstrip("/"))
-            elif pool.router == "sglang-router":
-                group.start_soon(self._watch_router, fleet)
-            group.start_soon(take_part, self._bus, fleet.syncs, lambda: fleet.weights, partial(self._gives_up, fleet))
+            group.start_soon(self._watch_router, fleet)
+            group.start_soon(take_part, self._bus, fleet.syncs, lambda: fleet.weights, reports.gives_up)
             group.start_soon(tools.generator.running.run)
-            group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
+            group.start_soon(self._follow_log, fleet, tools.generator.running, follower, reports)
             group.start_soon(self._follow_phases, follower)
-            group.start_soon(self._report_versions, fleet)
-            group.start_soon(self._report_progress, fleet)
+            group.start_soon(reports.run)
+            if not self._share.is_alone:
+                group.start_soon(self._others.tell, fleet)
+                group.start_soon(self._hand_over, fleet)
             limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet.serving, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
             bounds = Bounds(min_concurrency(pool), pool.concurrency)
-            engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds)
+            engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds, is_alone=self._share.is_alone)
             group.start_soon(engine_limits.run)
             group.start_soon(self._tasks.spill_long_runs)
             for pull in (self._tasks.pull_groups, self._tasks.pull_evals, self._tasks.pull_eval_sets):
@@ -265,6 +272,14 @@ class RolloutActor(Actor):
         if not self._tasks.num_pulled:
             waits.append("a task")
         return "; ".join(waits)
+
+    async def _begin_ownership(self, client: SglangClient) -> Pauses:
+        """Take over from an earlier process of this actor; return the pauses that it left at external engines."""
+        await self._ownership.begin()
+        client.guard_by(self._ownership.check)
+        pauses = Pauses(self._bus.kv, POLICY, self._own_urls().values())
+        await pauses.inherit()
+        return pauses
 
     def _updater(self, client: SglangClient, pauses: Pauses) -> Updater:
         rollout, limits = self._topology.rollout, UpdateLimits.of(self._pool)
@@ -354,7 +369,7 @@ class RolloutActor(Actor):
         if self._pool.colocate is None:
             return None
         await fleet.serving.hold(True)
-        return PhaseFollower(fleet, running, num_engines(self._pool))
+        return PhaseFollower(fleet, running, len(self._share.engines))
 
     async def _follow_phases(self, follower: PhaseFollower | None) -> None:
         if follower is not None:
@@ -378,14 +393,16 @@ class RolloutActor(Actor):
         if follower is not None:
             await follower.known.wait()
         async with anyio.create_task_group() as group:
-            for index, url in enumerate(self._pool.urls):
-                wanted = ServerRequirements.by(self._topology, self._pool)
-                group.start_soon(
-                    partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, files=self._files())
-                )
+            for index, url in self._own_urls().items():
+                group.start_soon(self._attend_external, fleet, f"external-{index}", url)
 
             async def attend(name: str, address: Address) -> None:
-                kill = partial(kill_server, self._bus, name, address)
+                await self._ownership.claim(name, address.url)
+
+                async def kill(reason: str, *, gives_up: bool = False) -> None:
+                    await self._ownership.check(address.url)
+                    await kill_server(self._bus, name, address, reason, gives_up=gives_up)
+
                 await fleet.run_engine(
                     name,
                     address.url,
@@ -395,26 +412,58 @@ class RolloutActor(Actor):
                     files=self._files(address.agent),
                 )
 
-            await attend_servers(self._bus, "engine", POLICY, attend)
+            await attend_servers(self._bus, "engine", POLICY, attend, of_index=self._share.drives)
+
+    async def _attend_external(self, fleet: Fleet, name: str, url: str) -> None:
+        await self._ownership.claim(name, url)
+        wanted = ServerRequirements.by(self._topology, self._pool)
+        await fleet.run_engine(name, url, ours=False, wanted=wanted, files=self._files())
+
+    def _own_urls(self) -> dict[int, str]:
+        """Return the external engines that this actor drives, by their indices."""
+        return {index: url for index, url in enumerate(self._pool.urls) if self._share.drives(index)}
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        await attend_servers(self._bus, "router", POLICY, lambda _, address: fleet.run_router(address.url))
+        """Use this actor's router, if the pool has routers. Never returns then."""
+        own, url = self._share.actor, self._pool.router_url
+        if url is not None:
+            await fleet.run_router(url.rstrip("/"))
+        elif self._pool.router == "direct":
+            return
+        await attend_servers(
+            self._bus, "router", POLICY, lambda _, address: fleet.run_router(address.url), of_index=own.__eq__
+        )
 
-    async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: PhaseFollower | None) -> None:
+    async def _hand_over(self, fleet: Fleet) -> None:
+        """Give the tasks to another rollout actor whenever no engine of this one serves for long. Never returns."""
+        serving = fleet.serving
+        while True:
+            await fleet.until(lambda: not serving.num_admitted() and not serving.is_held)
+            with anyio.move_on_after(HANDOVER_S) as waiting:
+                await fleet.until(lambda: bool(serving.num_admitted()) or serving.is_held)
+            if waiting.cancelled_caught:
+                await self._tasks.hand_over()
+
+    async def _follow_log(
+        self, fleet: Fleet, running: RunningRequests, follower: PhaseFollower | None, reports: WeightReports
+    ) -> None:
         """Follow the log: pass halts, weights, exits and phases on, without waiting for their effects.
 
         At startup only the last target matters.
         """
         target = self._target
         types = (RoundHalted, TrainerStarted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
-        async with self._bus.read(*types) as events:
+        of_others = () if self._share.is_alone else (WeightsApplied, WeightsLost)
+        async with self._bus.read(*types, *of_others) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
                     case RoundHalted(round=round):
                         running.halt(round)
-                    case TrainerStarted() | WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
+                    case TrainerStarted() | WeightsAnnounced() | EvalIssued() | EvalEnded() | WeightsLost() as event:
                         target.fold(event)
+                    case WeightsApplied() as event if event.instance != self._bus.name:
+                        fleet.learn(event.checksums or ())
                     case ActorExited() as event:
                         fleet.crashes.note_exit(event)
                     case PhaseChanged() as event if follower is not None and received is not None:
@@ -423,59 +472,6 @@ class RolloutActor(Actor):
                     case _:  # undecodable, or the end of the log for now
                         pass
                 if not events.pending:
-                    await self._set_target(fleet)
+                    await reports.set_target()
                 if follower is not None and not events.pending:
                     follower.follow()
-
-    async def _set_target(self, fleet: Fleet) -> None:
-        newest = self._target.newest
-        if newest is not None and newest.version > fleet.target_version:
-            self._targets_set[newest.version] = anyio.current_time()
-            await fleet.set_target(newest)
-
-    async def _gives_up(self, fleet: Fleet) -> bool:
-        """Move running evaluations to newer weights if no engine holds their version; return whether that happened.
-
-        Only called where weights are not in files. The trainer then has newer weights and can never send the old ones
-        again.
-        """
-        old = fleet.target_version
-        if not self._target.holds_back or fleet.serving.is_held_by_any(old):
-            return False
-        self._target.give_up()
-        await self._set_target(fleet)
-        newer = fleet.target_version
-        log.warning("weights_lost", weight_version=old, newer=newer)
-        await self._bus.publish(WeightsLost(version=old, newer=newer, instance=self._bus.name))
-        return True
-
-    async def _report_progress(self, fleet: Fleet) -> None:
-        """Publish what engines do whose weight update takes long. Never returns."""
-        while True:
-            await anyio.sleep(PROGRESS_EVERY_S)
-            if engines := fleet.slow_updates(PROGRESS_EVERY_S):
-                progressed = WeightsProgressed(version=fleet.target_version, instance=self._bus.name, engines=engines)
-                try:
-                    await self._bus.publish(progressed)
-                except BusError as error:  # the next one says more
-                    log.warning("weights_progress_not_published", error=str(error))
-
-    async def _report_versions(self, fleet: Fleet) -> None:
-        """Publish an event each time the engines have verified a newer version."""
-        version = 0
-        while True:
-            version = await fleet.next_version(version)
-            since = self._targets_set[version]
-            self._targets_set = {later: at for later, at in self._targets_set.items() if later > version}
-            took_s = anyio.current_time() - since
-            log.info("weights_applied", weight_version=version, engines=fleet.serving.num_admitted(), took_s=took_s)
-            await self._bus.publish(
-                WeightsApplied(
-                    version=version,
-                    instance=self._bus.name,
-                    num_engines=fleet.serving.num_admitted(),
-                    took_s=took_s,
-                    engines=fleet.updates(version, since),
-                    not_compared=fleet.take_not_compared(),
-                )
-            )

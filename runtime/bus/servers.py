@@ -17,10 +17,23 @@ KILL_TIMEOUT_S = 10.0  # for the node daemon's response
 KILL_TRIES = 30  # several minutes: the node daemon may be starting
 
 
-async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, Address], Awaitable[None]]) -> None:
+def index_of_server(name: str) -> int:
+    """Return the index of a server in its pool, from its name."""
+    return int(name.rpartition(".")[2])
+
+
+async def attend_servers(
+    bus: Bus,
+    role: str,
+    pool: str,
+    attend: Callable[[str, Address], Awaitable[None]],
+    *,
+    of_index: Callable[[int], bool] = lambda _: True,
+) -> None:
     """Run `attend` for each server at its newest address, existing servers first. Never returns.
 
     Cancels the earlier call for a server when its address changes. Renewals and an expiry of an address change nothing.
+    Servers whose index in the pool `of_index` does not accept are left to other actors.
     """
     scopes: dict[str, anyio.CancelScope] = {}
     newest: dict[str, Address] = {}
@@ -35,6 +48,8 @@ async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, 
     ):
         async for entry in entries:
             if entry.value is None or newest.get(entry.key) == entry.value:
+                continue
+            if not of_index(index_of_server(entry.key)):
                 continue
             newest[entry.key] = entry.value
             if entry.key in scopes:

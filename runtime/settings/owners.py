@@ -5,7 +5,7 @@ Ownership follows from the topology alone: every process computes the same. At r
 """
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from runtime.settings.placement import engine_places, num_engines, rollout_nodes
 from runtime.settings.reading.config import Problem
@@ -54,6 +54,29 @@ def engine_owners(topology: Topology) -> tuple[int, ...]:
                 own[owner] += 1
                 found[index] = owner
     return tuple(found[index] for index in range(len(nodes)))
+
+
+class ActorShare(NamedTuple):
+    """One rollout actor's part of a run."""
+
+    actor: int  # its index
+    num_actors: int
+    engines: tuple[int, ...]  # indices of the engines of the policy that it drives
+
+    @classmethod
+    def of(cls, topology: Topology, instance: str) -> Self:
+        """Return the part of the rollout actor with this name."""
+        actor = index_of(instance)
+        return cls(actor, len(rollout_places(topology)), owned_engines(topology, actor))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the run has no other rollout actor."""
+        return self.num_actors == 1
+
+    def drives(self, engine: int) -> bool:
+        """Whether the actor drives the engine of the policy with this index."""
+        return engine in self.engines or (self.is_alone and self.actor == 0)
 
 
 def owned_engines(topology: Topology, actor: int) -> tuple[int, ...]:
@@ -105,5 +128,3 @@ def owner_problems(topology: Topology) -> Iterator[Problem]:
     if len(nodes) > 1 and pool.router_url is not None:
         message = "cannot be combined with several rollout actors (rollout.nodes), which would mix their engines in it"
         yield Problem.of(f"engines.{POLICY}.router_url", pool.router_url, message)
-    if len(nodes) > 1 and not idle:
-        yield Problem.of(key, value, "not implemented yet: more than one rollout actor")

@@ -1,7 +1,7 @@
 """The engines of a rollout actor: their state, their weights, and their registration at the router."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import anyio
@@ -25,7 +25,7 @@ from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, is_away
-from messages import EngineState, EngineUpdate, WeightsAnnounced
+from messages import EngineChecksum, EngineState, EngineUpdate, WeightsAnnounced
 from runtime.process.actor import InputError
 from runtime.settings.topology import POLICY
 from runtime.util.retrying import Backoff
@@ -44,6 +44,10 @@ class Kill(Protocol):
 
 class WeightsNotTaken(InputError):
     """No engine takes the weights, also after restarts; another start of the rollout actor would not help."""
+
+
+async def _nobody(_version: int) -> bool:
+    return False
 
 
 class Fleet:
@@ -75,6 +79,7 @@ class Fleet:
         self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of, self.doing)
         self._refusals: dict[str, RefusalCounter] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
+        self._others_hold: Callable[[int], Awaitable[bool]] = _nobody
 
     @property
     def target_version(self) -> int:
@@ -144,6 +149,14 @@ class Fleet:
         """Return the engines whose tensors are not compared with the trainer's sums, by reason; each pair once."""
         return self._verifier.take_not_compared()
 
+    def take_checksums(self) -> tuple[EngineChecksum, ...]:
+        """Return the newest checksums of verified engines, by layout; each once."""
+        return self._verifier.take_checksums()
+
+    def learn(self, checksums: Iterable[EngineChecksum]) -> None:
+        """Compare engines from now on with those that other rollout actors verified."""
+        self._verifier.learn(checksums)
+
     @property
     def engines(self) -> list[Engine]:
         """All known engines."""
@@ -177,6 +190,11 @@ class Fleet:
     def give_up_by(self, give_up: Callable[[], Awaitable[object]]) -> None:
         """Set the callback that gives up unreadable weights in favour of newer ones, if there are any."""
         self._give_up_lost = give_up
+
+    def ask_others_by(self, hold: Callable[[int], Awaitable[bool]], answer: Callable[[], Awaitable[bool]]) -> None:
+        """Set how to find out whether engines of other rollout actors hold a version, and whether they answer."""
+        self._others_hold = hold
+        self.serving.others_answer = answer
 
     async def run_router(self, url: str) -> None:
         """Use a router: remove the engines that it lists, then send requests to it. Never returns.
@@ -242,7 +260,8 @@ class Fleet:
             try:
                 await engine.carry_out(step)
             except EngineError as error:
-                match self._after(refusals, error, may_restart=kill is not None):
+                others_hold = await self._others_hold(self.target_version)
+                match self._after(refusals, error, may_restart=kill is not None, others_hold=others_hold):
                     case AfterRefusal.GIVE_UP:
                         raise self._not_taken(error) from error
                     case AfterRefusal.WAIT:
@@ -263,8 +282,10 @@ class Fleet:
                     failures = 0
                     refusals.took()
 
-    def _after(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> AfterRefusal:
-        """Choose what follows a failed step of an engine."""
+    def _after(
+        self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool, others_hold: bool
+    ) -> AfterRefusal:
+        """Choose what follows a failed step of an engine; `others_hold`: an engine of another actor has the target."""
         if is_away(error):
             refusals.away()
             return AfterRefusal.AGAIN
@@ -274,7 +295,7 @@ class Fleet:
             mismatch=isinstance(error, WeightsMismatch),
             # a restart does not help: its node has to provide the copy
             may_restart=may_restart and not isinstance(error, CopyRefused),
-            others_hold=any(engine.version == self.target_version for engine in self.serving.admitted()),
+            others_hold=others_hold or any(engine.version == self.target_version for engine in self.serving.admitted()),
         )
 
     def _not_taken(self, error: EngineError) -> WeightsNotTaken:

@@ -82,8 +82,8 @@ class EngineLimits:
 
     Follows their pressure, unless all may always have the most. An engine that was not heard of yet may have the most
     samples. One that does not report keeps its number. An engine with older weights than tasks need has none: in a
-    weight update all samples would crowd on the engines that are updated first. While no engine has slots, there are
-    those of one.
+    weight update all samples would crowd on the engines that are updated first. While no engine has slots there are
+    none, so that other rollout actors take the tasks; without others, there are those of one engine.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class EngineLimits:
         fleet: Fleet,
         resize: Callable[[int], None],
         bounds: Bounds,
+        *,
+        is_alone: bool = True,
     ) -> None:
         """Follow nothing yet.
 
@@ -100,11 +102,13 @@ class EngineLimits:
             fleet: the engines.
             resize: sets the number of samples in flight of the whole pool.
             bounds: for each engine.
+            is_alone: no other rollout actor could take tasks.
         """
         self._client = client
         self._fleet = fleet
         self._resize = resize
         self._bounds = bounds
+        self._without_engines = bounds.most if is_alone else 0
         self._counted: set[str] = set()  # engines that have slots
         self._needed = 0  # highest weight version that a task needed
         self._limits: dict[str, int] = {}
@@ -151,7 +155,7 @@ class EngineLimits:
         for engine in self._fleet.engines:
             engine.room = self._limits.get(engine.name, most) / most
         self._counted = self._serving()
-        self._resize(sum(self._limits.get(name, most) for name in self._counted) or most)
+        self._resize(sum(self._limits.get(name, most) for name in self._counted) or self._without_engines)
 
     async def _ask(self, engine: Engine) -> None:
         loads, reason = (), f"no answer within {TIMEOUT_S:g} s"

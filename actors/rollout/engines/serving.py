@@ -1,6 +1,6 @@
 """The engines that get requests: when one may be sent and where, and what answers say of the engines."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import anyio
@@ -15,6 +15,10 @@ from actors.rollout.engines.weights.updates import UpdateTracker
 from messages import EngineLoad, EngineState
 
 log = structlog.get_logger()
+
+
+async def _nobody() -> bool:
+    return False
 
 
 class Serving:
@@ -46,6 +50,7 @@ class Serving:
         self.crashes = crashes
         self.outcomes = RequestOutcomes()
         self.is_held = False  # requests wait although engines are up
+        self.others_answer: Callable[[], Awaitable[bool]] = _nobody  # engines of other rollout actors
         self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
 
     @property
@@ -206,7 +211,8 @@ class Serving:
             return
         others = [each.name for each in self.admitted() if each is not engine]
         reason = self.outcomes.reason(engine.name)
-        if not engine.shares_memory and any(self.outcomes.answers(name) for name in others):
+        answer = any(self.outcomes.answers(name) for name in others) or await self.others_answer()
+        if not engine.shares_memory and answer:
             self.outcomes.forget(engine.name)
             await engine.quarantine(reason)
         elif engine.ours and all(self.outcomes.keeps_failing(name, now) for name in others):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import anyio
 
 from actors.rollout.engines.status import MemoryLevel
-from messages import EvalEnded, EvalIssued, PhaseChanged, TrainerStarted, WeightsAnnounced
+from messages import EvalEnded, EvalIssued, PhaseChanged, TrainerStarted, WeightsAnnounced, WeightsLost
 from runtime.ledger.steps import Trainers
 
 
@@ -31,8 +31,11 @@ class TargetWeights:
         self._held_back: list[WeightsAnnounced] = []
         self._evaluated: dict[int, int] = {}  # running evaluations: step -> weight version
 
-    def fold(self, event: TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded) -> None:
-        """Apply the next event. Announcements by a replaced trainer, and of known versions, are ignored."""
+    def fold(self, event: TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded | WeightsLost) -> None:
+        """Apply the next event. Announcements by a replaced trainer, and of known versions, are ignored.
+
+        Of several rollout actors each reads that weights are lost, and all move to the same ones.
+        """
         match event:
             case TrainerStarted():
                 self._trainers.begin(event)
@@ -44,6 +47,8 @@ class TargetWeights:
             case EvalEnded():
                 self._evaluated.pop(event.step, None)
                 self.evaluated_step = max(self.evaluated_step, event.step)
+            case WeightsLost():
+                self._move_on(event.version, event.newer)
             case _:
                 pass
         self._let_go()
@@ -53,15 +58,23 @@ class TargetWeights:
         return self._trainers.is_replaced(event)
 
     @property
+    def newest_known(self) -> int:
+        """The newest announced weight version, also if it is held back."""
+        return self._known_version
+
+    @property
     def holds_back(self) -> bool:
         """Whether newer weights are held back."""
         return bool(self._held_back)
 
     def give_up(self) -> None:
         """Move running evaluations to the newest weights: no process can supply their own version any more."""
-        for step, version in self._evaluated.items():
-            self._evaluated[step] = max(version, self._known_version)
+        self._move_on(self._known_version, self._known_version)
         self._let_go()
+
+    def _move_on(self, lost: int, newer: int) -> None:
+        for step, version in self._evaluated.items():
+            self._evaluated[step] = max(version, newer) if version <= lost else version
 
     def _let_go(self) -> None:
         limit = min(self._evaluated.values(), default=math.inf)

@@ -34,6 +34,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.servers import attend_servers, kill_server
 from runtime.data.tokens import given_log_prob_problem, id_problem, topk_problem
 from runtime.settings.derived import topk_divergence
+from runtime.settings.owners import shared_among_actors
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, model_of
 from runtime.util.formatting import count_of
@@ -57,7 +58,7 @@ class PoolSettings(NamedTuple):
         name: its key in `engines`.
         vocab_size: of its model.
         topk_vocab_size: its likeliest tokens have ids below this: tokens of the trained model, too.
-        at_once: requests in flight at all engines together.
+        at_once: requests of one rollout actor in flight at all engines together.
         answer_timeout_s: for one answer; a silent engine without a sign of life is restarted.
         give_up_after_s: without any answer to a request the run ends.
         confuses_last: the server takes the last token of the vocabulary for token 0 (SGLang 0.5.23).
@@ -88,7 +89,7 @@ class PoolSettings(NamedTuple):
         return cls(
             name=name,
             vocab_size=vocab_size,
-            at_once=engine.concurrency * num_engines(engine),
+            at_once=shared_among_actors(topology, engine.concurrency * num_engines(engine)),
             topk_vocab_size=None if trained is None else min(vocab_size, trained.vocab_size),
             answer_timeout_s=engine.first_token_after_s,
             give_up_after_s=topology.rollout.generate_timeout_s,

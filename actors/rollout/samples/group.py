@@ -200,6 +200,11 @@ class GroupRun:
         if self._tasks is not None and self._task.store and not self._halted:
             self._tasks.start_soon(self._store.spill)
 
+    async def store(self) -> None:
+        """Store and report the current samples, for another rollout actor."""
+        if self._task.store and not self._halted:
+            await self._store.spill()
+
     def _halt(self) -> None:
         """Stop waiting for scores and columns. Generation then ends by itself and keeps its tokens."""
         self._halted = True

@@ -79,8 +79,8 @@ class GroupSlots:
         self._return(number)
 
     async def granted(self, number: int) -> None:
-        """Wait until so many slots are granted, or as many as there are in total if these are fewer."""
-        while self._num_idle < min(number, self._slots.total) and not self._is_stopped:
+        """Wait until so many slots are granted, or if there are fewer in total, all of them; at least one."""
+        while self._num_idle < min(number, max(1, self._slots.total)) and not self._is_stopped:
             await self._changed.wait()
 
     def need(self, number: int) -> None:

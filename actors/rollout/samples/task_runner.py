@@ -45,6 +45,8 @@ ACK_WAIT_S = 5.0  # tasks of a crashed rollout actor are redelivered to another 
 POISON = (RequestRefused, MessageRefused, ValueError)
 EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
 GIVE_BACK_S = 2.0  # to give tasks back at shutdown
+STORE_S = 10.0  # to store samples before their tasks are handed over
+HANDED_OVER_S = 1.0  # before a task that is handed over comes again: the buffer reads what was stored of it
 LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spill
 NO_PROMPT: Final = Prompt(data="", row=0, text="", prompt_ids=Int32Array())
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
@@ -60,11 +62,19 @@ class TaskRunner:
         bus: source of the tasks.
         pool: name of the engine pool.
         target: the target weights; tells which evaluations have ended.
+        is_alone: the run has no other rollout actor: tasks that wait here would wait anywhere.
         ack_wait_s: time after which the tasks of a crashed rollout actor are redelivered to another one.
     """
 
     def __init__(
-        self, topology: Topology, bus: Bus, pool: str, target: TargetWeights, *, ack_wait_s: float = ACK_WAIT_S
+        self,
+        topology: Topology,
+        bus: Bus,
+        pool: str,
+        target: TargetWeights,
+        *,
+        is_alone: bool = True,
+        ack_wait_s: float = ACK_WAIT_S,
     ) -> None:
         engines = topology.engines[pool]
         self._topology = topology
@@ -74,11 +84,13 @@ class TaskRunner:
         self._target = target
         self._ack_wait_s = ack_wait_s
         self._num_slots = engines.concurrency * num_engines(engines)  # the most; engines under pressure get fewer
-        self.slots = Slots(engines.concurrency)
+        self._is_alone = is_alone
+        at_first = engines.concurrency if is_alone else 0
+        self.slots = Slots(at_first)
         # without overlap nothing else runs during an evaluation
         self._eval_share = EVAL_SLOTS_SHARE if topology.rollout.eval_overlap else 1
         # evaluation functions have slots of their own: they ask for the next sample only when they have seen others
-        self._eval_slots, self._set_slots = map(Slots, self._slots_of_evals(engines.concurrency))
+        self._eval_slots, self._set_slots = map(Slots, self._slots_of_evals(at_first))
         self._evaluations: dict[tuple[int, str], SetEvaluation] = {}  # by step and set: with a running function
         self._sets_at_work: dict[tuple[int, str], anyio.Event] = {}  # running tasks of sets -> set when it has ended
         self._inheritance = Inheritance(bus)
@@ -87,6 +99,7 @@ class TaskRunner:
         self.num_pulled = 0  # running tasks, training and evaluation
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
+        self._scopes: set[anyio.CancelScope] = set()  # of running tasks
         self._given_up: set[AnyDelivery] = set()  # tasks that were ended though a function of the user goes on
         # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
         self._ended = deque[tuple[int, int]](maxlen=self._num_slots + MAX_PREFETCH)
@@ -116,8 +129,9 @@ class TaskRunner:
                 durable=durable,
                 ack_wait_s=self._ack_wait_s,
                 max_ack_pending=self._num_slots,
-                prefetch_by_rate=True,
-                keeps_prefetched=True,  # engines may wait for weights, and a redelivery looks like one after a crash
+                # alone: engines may wait for weights, and a redelivery looks like one after a crash
+                prefetch_by_rate=self._is_alone,
+                keeps_prefetched=self._is_alone,
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
@@ -168,6 +182,8 @@ class TaskRunner:
 
     def _slots_of_evals(self, total: int) -> tuple[int, int]:
         """Return the slots of sets without and with an evaluation function: half each if there are both."""
+        if not total:
+            return 0, 0
         number = max(1, total // self._eval_share)
         if len({item.custom_evaluation is None for item in self._topology.eval}) < 2:
             return number, number
@@ -195,10 +211,12 @@ class TaskRunner:
                     await ended.wait()
                 else:
                     ended = self._at_work[key] = anyio.Event()
-                    await endings.publish(self._bus, await self._ending(tools, delivery, endings, slots))
-                    del self._at_work[key]
+                    try:
+                        await endings.publish(self._bus, await self._ending(tools, delivery, endings, slots))
+                    finally:
+                        del self._at_work[key]
+                        ended.set()
                     self._ended.append(key)
-                    ended.set()
                     self._num_groups += 1
                 await delivery.ack()
 
@@ -257,16 +275,33 @@ class TaskRunner:
     async def _pulled(self, delivery: AnyDelivery) -> AsyncGenerator[None]:
         """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
         self.num_pulled += 1
+        scope = anyio.CancelScope()
+        self._scopes.add(scope)
         try:
-            async with delivery.heartbeat():
-                yield
-        except anyio.get_cancelled_exc_class():
-            if not delivery.ended:
-                with anyio.move_on_after(GIVE_BACK_S, shield=True):
-                    await delivery.redeliver()
-            raise
+            with scope:
+                try:
+                    async with delivery.heartbeat():
+                        yield
+                except anyio.get_cancelled_exc_class():
+                    if not delivery.ended:
+                        with anyio.move_on_after(GIVE_BACK_S, shield=True):
+                            await delivery.redeliver(HANDED_OVER_S if scope.cancel_called else 0.0)
+                    raise
         finally:
+            self._scopes.discard(scope)
             self.num_pulled -= 1
+
+    async def hand_over(self) -> None:
+        """Give all tasks back, with what their samples have so far: another rollout actor continues them."""
+        if not self._scopes:
+            return
+        log.warning("tasks_handed_over", number=len(self._scopes), reason="no engine of this actor accepts requests")
+        with anyio.move_on_after(STORE_S):
+            async with anyio.create_task_group() as group:
+                for run in self._runs:
+                    group.start_soon(run.store)
+        for scope in list(self._scopes):
+            scope.cancel()
 
     async def _give_up(self, delivery: AnyDelivery, publish: Callable[[], Awaitable[None]]) -> None:
         """End a task whose run cannot be ended, with what `publish` says of it. This process ends afterwards."""
@@ -340,9 +375,11 @@ class TaskRunner:
                 log.info("eval_set_left_out", set=task.set, step=task.step)
             else:
                 ended = self._sets_at_work[key] = anyio.Event()
-                await self._evaluate_set(tools, delivery)
-                del self._sets_at_work[key]
-                ended.set()
+                try:
+                    await self._evaluate_set(tools, delivery)
+                finally:
+                    del self._sets_at_work[key]
+                    ended.set()
             await delivery.ack()
 
     async def _evaluate_set(self, tools: GroupDependencies, delivery: Delivery[EvalSetRequested]) -> None:

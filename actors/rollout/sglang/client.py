@@ -1,7 +1,7 @@
 """Client for SGLang's HTTP API: control calls to engines, generation through the router."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -87,7 +87,12 @@ class SglangClient:
         self._run = run
         self._strangers = tuple(strangers)
         self._plain = {"Content-Type": "application/json"}
+        self._guard: Callable[[str], Awaitable[None]] | None = None
         self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
+
+    def guard_by(self, guard: Callable[[str], Awaitable[None]]) -> None:
+        """Set what is called with an engine's URL before each call that changes what the engine does for others."""
+        self._guard = guard
 
     async def generate(
         self, router: str, body: dict[str, Any], readers: Sequence[AnswerReader], *, routing_key: str = ""
@@ -202,11 +207,11 @@ class SglangClient:
 
     async def pause(self, engine: str, mode: str) -> None:
         """Pause generation; running requests are retracted or kept, depending on the mode."""
-        await self._post(engine + "/pause_generation", {"mode": mode}, self._admin_timeout_s)
+        await self._command(engine + "/pause_generation", {"mode": mode}, self._admin_timeout_s)
 
     async def proceed(self, engine: str) -> None:
         """End a pause, if there is one."""
-        await self._post(engine + "/continue_generation", {}, self._admin_timeout_s)
+        await self._command(engine + "/continue_generation", {}, self._admin_timeout_s)
 
     async def server_info(self, engine: str) -> dict[str, Any]:
         """Return an engine's server info: arguments, version, layout."""
@@ -228,12 +233,12 @@ class SglangClient:
             "flush_cache": flush_cache,
             "load_format": "auto",  # an engine started with random weights would keep using that load format
         }
-        await self._post(engine + "/update_weights_from_disk", body, timeout_s or self._stall_s)
+        await self._command(engine + "/update_weights_from_disk", body, timeout_s or self._stall_s)
 
     async def update_version(self, engine: str, label: str) -> None:
         """Change an engine's weight label, from the next token on."""
         body = {"new_version": label, "abort_all_requests": False}
-        await self._post(engine + "/update_weight_version", body, self._admin_timeout_s)
+        await self._command(engine + "/update_weight_version", body, self._admin_timeout_s)
 
     async def checksum(self, engine: str, timeout_s: float | None = None) -> str | None:
         """Return the checksum of an engine's weights."""
@@ -290,7 +295,8 @@ class SglangClient:
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._post(engine + "/abort_request", body, self._admin_timeout_s)
+        send = self._command if rid is None else self._post  # requests of others, or our own
+        await send(engine + "/abort_request", body, self._admin_timeout_s)
 
     async def flush_cache(self, engine: str, within_s: float) -> None:
         """Flush an engine's cache once it is idle.
@@ -298,15 +304,15 @@ class SglangClient:
         Raises:
             RequestRefused: it is not idle within that time.
         """
-        await self._post(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + self._admin_timeout_s)
+        await self._command(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + self._admin_timeout_s)
 
     async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Make an idle engine release memory; memory.py ensures the order."""
-        await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._stall_s)
+        await self._command(engine + "/release_memory_occupation", {"tags": tags}, self._stall_s)
 
     async def resume_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Make an engine resume memory."""
-        await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._stall_s)
+        await self._command(engine + "/resume_memory_occupation", {"tags": tags}, self._stall_s)
 
     async def workers(self, router: str) -> list[RouterWorker]:
         """Return the router's worker list."""
@@ -328,6 +334,11 @@ class SglangClient:
 
     async def order(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
         """Send a control call without a result; used by updates.py."""
+        await self._command(url, body, timeout_s)
+
+    async def _command(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
+        if self._guard is not None:
+            await self._guard(url.rpartition("/")[0])
         await self._post(url, body, timeout_s)
 
     async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:

@@ -14,7 +14,8 @@ from runtime.bus.addresses import address_key
 from runtime.models.config_keys import defaults_of
 from runtime.models.fp8 import SERVED
 from runtime.settings.devices import NVIDIA, ON_CPU
-from runtime.settings.placement import ProcessPlace, engine_places, home_node, served_dtype
+from runtime.settings.owners import rollout_places
+from runtime.settings.placement import ProcessPlace, engine_places, served_dtype
 from runtime.settings.processes import (
     OURS,
     AnswersHttp,
@@ -41,13 +42,16 @@ METRICS_HOST: Final = "127.0.0.2"  # the router needs a free metrics port: its o
 
 
 def engine_specs(topology: Topology, node: str) -> Iterator[ProcessSpec]:
-    """Yield the specs of the engines on one node, and of the router on the node with the bus."""
+    """Yield the specs of the engines on one node, and of the routers of its rollout actors."""
     for pool, engine in topology.engines.items():
         for index, places in enumerate(engine_places(topology, engine)):
             yield from _engine_ranks(topology, pool, engine, index, places, node)
         own = engine.router == "sglang-router" and engine.router_url is None
-        if node == home_node(topology) and pool == POLICY and own:  # requests to other pools name their engine
-            yield _router(topology, pool, engine)
+        if pool == POLICY and own:  # requests to other pools name their engine
+            places = rollout_places(topology)
+            for index in [index for index, place in enumerate(places) if place.node == node]:
+                name = f"router.{pool}" if len(places) == 1 else f"router.{pool}.{index}"
+                yield _router(topology, pool, engine, name, index)
 
 
 def _engine_ranks(
@@ -114,15 +118,16 @@ def ignoring(topology: Topology) -> tuple[str, ...]:
     return ("--ignore-config-keys", *keys) if keys else ()
 
 
-def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
+def _router(topology: Topology, pool: str, engine: EngineConfig, name: str, index: int) -> ProcessSpec:
+    """Spec of the router of one rollout actor: in a common one, engines of several would mix."""
     return ProcessSpec(
-        name=f"router.{pool}",
+        name=name,
         command=_router_command(topology, engine),
         port=PortRequest(),
         ready=WhenListening(),
         probe=AnswersHttp(ROUTER_PATH),
         unresponsive_after_s=engine.unresponsive_after_s,
-        address_key=address_key("router", pool, 0),
+        address_key=address_key("router", pool, index),
         tier=Tier.SERVICE,
     )
 

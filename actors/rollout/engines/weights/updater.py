@@ -1,5 +1,6 @@
 """Loads weights into engines, and handles their running requests meanwhile."""
 
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Final, Literal, NamedTuple
@@ -50,13 +51,12 @@ class Pauses:
     Args:
         kv: the run's bucket; None: nothing is stored.
         pool: of the engines.
-        others: URLs of the external engines.
+        others: URLs of the external engines, each with a key of its own: several rollout actors write at once.
     """
 
     def __init__(self, kv: KeyValues | None = None, pool: str = "", others: Collection[str] = ()) -> None:
         self._kv = kv
-        self._key = f"paused.{pool}"
-        self._others = frozenset(others)
+        self._keys = {url: f"paused.{pool}.{hashlib.sha256(url.encode()).hexdigest()[:16]}" for url in others}
         self._urls: set[str] = set()
         self._noting = anyio.Lock()
 
@@ -69,9 +69,10 @@ class Pauses:
         Raises:
             BusError: the bucket is unreadable.
         """
-        entry = None if self._kv is None else await self._kv.get(self._key, list[str])
-        if entry is not None and entry.value is not None:
-            self._urls |= self._others & frozenset(entry.value)
+        for url, key in self._keys.items():
+            entry = None if self._kv is None else await self._kv.get(key, bool)
+            if entry is not None and entry.value:
+                self._urls.add(url)
 
     async def begin(self, url: str) -> None:
         """Note that an engine is about to be paused.
@@ -81,7 +82,7 @@ class Pauses:
         """
         async with self._noting:
             try:
-                await self._note(url, self._urls | {url})
+                await self._note(url, is_paused=True)
             except BusError as error:
                 raise EngineUnavailable(
                     f"{url}: not paused, because the pause could not be recorded: {error}"
@@ -95,13 +96,13 @@ class Pauses:
         self._urls.discard(url)
         async with self._noting:
             try:
-                await self._note(url, self._urls)
+                await self._note(url, is_paused=False)
             except BusError as error:  # the next write omits it; a new actor before that finds the engine generating
                 log.warning("pause_still_noted", url=url, error=str(error))
 
-    async def _note(self, url: str, paused: Collection[str]) -> None:
-        if self._kv is not None and url in self._others:
-            await self._kv.put(self._key, sorted(self._others.intersection(paused)))
+    async def _note(self, url: str, *, is_paused: bool) -> None:
+        if self._kv is not None and (key := self._keys.get(url)) is not None:
+            await self._kv.put(key, is_paused)
 
 
 class SentWeights(NamedTuple):

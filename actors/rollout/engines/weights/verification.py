@@ -207,9 +207,9 @@ class KnownChecksums:
         seen = self._seen.get(server.layout, {}).get(files)
         return None if seen is None else seen.tensors
 
-    def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
+    def add(self, layout: Layout, engine: str, files: str, tensors: str) -> None:
         """Record the checksums of a verified engine."""
-        seen = self._seen.setdefault(server.layout, {})
+        seen = self._seen.setdefault(layout, {})
         seen.setdefault(files, _VerifiedChecksums(files, tensors, engine))
         if len(seen) > NUM_KNOWN:
             del seen[next(iter(seen))]

@@ -1,7 +1,7 @@
 """Updates the weights of engines and verifies them."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 import structlog
@@ -13,6 +13,7 @@ from actors.rollout.engines.weights.updater import Progress, SentWeights, Update
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verification import (
     KnownChecksums,
+    Layout,
     ServerInfo,
     WeightsMismatch,
     gate_of,
@@ -29,7 +30,7 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.control_answers import ChecksumAnswer
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
-from messages import WeightProbe, WeightsAnnounced
+from messages import EngineChecksum, WeightProbe, WeightsAnnounced
 from runtime.settings.tables.engines import StartWeights, Verify, WeightFormat
 
 log = structlog.get_logger()
@@ -88,6 +89,7 @@ class WeightVerifier:
         self._newest = VerifiedWeights(0, "")
         self._not_compared: dict[str, list[str]] = {}  # engines by reason, since the last `take_not_compared`
         self._noted: set[tuple[str, str]] = set()
+        self._checksums_by_layout: dict[Layout, EngineChecksum] = {}  # newest, since the last `take_checksums`
 
     async def update(
         self,
@@ -147,7 +149,9 @@ class WeightVerifier:
                 # other engines may have been verified meanwhile
                 self._refuse_if(engine, self._checksum_mismatch(server, sent.checksum, own))
                 if own:
-                    self._known.add(server, engine, sent.checksum, own)
+                    self._known.add(server.layout, engine, sent.checksum, own)
+                    found = EngineChecksum(layout=server.layout, engine=engine, files=sent.checksum, tensors=own)
+                    self._checksums_by_layout[server.layout] = found
                 self._newest = VerifiedWeights(announced.version, sent.checksum)
                 log.info("weights_verified", engine=engine, weight_version=announced.version)
             self.updates.accept(label)
@@ -241,6 +245,17 @@ class WeightVerifier:
         found = {reason: tuple(engines) for reason, engines in self._not_compared.items()}
         self._not_compared.clear()
         return found
+
+    def take_checksums(self) -> tuple[EngineChecksum, ...]:
+        """Return the newest checksums of verified engines, by layout; each once."""
+        found = tuple(self._checksums_by_layout.values())
+        self._checksums_by_layout.clear()
+        return found
+
+    def learn(self, checksums: Iterable[EngineChecksum]) -> None:
+        """Compare engines from now on with those that other rollout actors verified."""
+        for each in checksums:
+            self._known.add(each.layout, each.engine, each.files, each.tensors)
 
     def _sums_mismatch(self, engine: str, server: ServerInfo, sent: SentWeights, found: ChecksumAnswer) -> str:
         reason = why_not_compared(server, sent.sums, sent.no_sums, found)

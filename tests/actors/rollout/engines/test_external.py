@@ -135,13 +135,13 @@ class Bucket:
     """A run's bucket that can be away."""
 
     def __init__(self) -> None:
-        self.values: dict[str, list[str]] = {}
+        self.values: dict[str, bool] = {}
         self.away = False
 
-    async def get(self, key: str, _type: object) -> Entry[list[str]] | None:
+    async def get(self, key: str, _type: object) -> Entry[bool] | None:
         return Entry(key, self.values[key], 1) if key in self.values else None
 
-    async def put(self, key: str, value: list[str]) -> int:
+    async def put(self, key: str, value: bool) -> int:
         if self.away:
             raise BusUnavailable("no server")
         self.values[key] = value
@@ -154,7 +154,8 @@ async def test_a_pause_is_noted_before_it_begins_until_it_has_ended() -> None:
     pauses = Pauses(cast(KeyValues, bucket), "policy", ["http://a", "http://b"])
     for url in ("http://b", "http://a", "http://ours"):
         await pauses.begin(url)
-    assert bucket.values == {"paused.policy": ["http://a", "http://b"]}
+    assert len(bucket.values) == 2  # each external engine has a key of its own
+    assert all(key.startswith("paused.policy.") and noted for key, noted in bucket.values.items())
     await pauses.end("http://a")
     bucket.away = True
     with pytest.raises(

@@ -72,7 +72,7 @@ def test_a_label_is_taken_or_it_is_not() -> None:
 def test_the_same_files_give_the_same_checksum_in_one_layout() -> None:
     known = KnownChecksums()
     assert known.mismatch(TP1, "files", "a", all_digits=True) == ""
-    known.add(TP1, "first", "files", "a")
+    known.add(TP1.layout, "first", "files", "a")
     assert known.mismatch(TP1, "files", "a", all_digits=True) == ""
     assert known.mismatch(TP1, "files", "b", all_digits=True) == (
         "its checksum is b, that of first is a for the same files"
@@ -82,7 +82,7 @@ def test_the_same_files_give_the_same_checksum_in_one_layout() -> None:
 
 def test_other_files_give_another_checksum() -> None:
     known = KnownChecksums()
-    known.add(TP1, "first", "old", "a")
+    known.add(TP1.layout, "first", "old", "a")
     assert known.mismatch(TP1, "new", "a", all_digits=True) == (
         "its checksum is a, that of first for other files: it did not load these"
     )
@@ -93,7 +93,7 @@ def test_other_files_give_another_checksum() -> None:
 @pytest.mark.parametrize("tensors", [None, ""])
 def test_an_engine_that_says_no_checksum_is_compared_with_nobody(tensors: str | None) -> None:
     known = KnownChecksums()
-    known.add(TP1, "first", "files", "a")
+    known.add(TP1.layout, "first", "files", "a")
     assert known.mismatch(TP1, "files", tensors, all_digits=True) == ""
     found = ChecksumAnswer(success=True, per_engine_checksum=tensors)
     assert why_not_compared(TP1, SUMS, "", found) == "it reports no checksums"
@@ -164,7 +164,7 @@ def test_of_engines_that_say_nothing_against_each_other_files_and_checksums_pair
     known, kept = KnownChecksums(), set[tuple[ServerInfo, int, int]]()
     for server, files, tensors in loads:
         if not known.mismatch(server, str(files), str(tensors), all_digits=True):
-            known.add(server, "e", str(files), str(tensors))
+            known.add(server.layout, "e", str(files), str(tensors))
             kept.add((server, files, tensors))
     for server in (TP1, TP2):
         pairs = {(files, tensors) for layout, files, tensors in kept if layout == server}
@@ -174,7 +174,7 @@ def test_of_engines_that_say_nothing_against_each_other_files_and_checksums_pair
 def test_what_is_remembered_is_bounded() -> None:
     known = KnownChecksums()
     for number in range(NUM_KNOWN + 1):
-        known.add(TP1, "e", f"files {number}", f"tensors {number}")
+        known.add(TP1.layout, "e", f"files {number}", f"tensors {number}")
     assert known.mismatch(TP1, "new", "tensors 0", all_digits=True) == ""
     assert known.mismatch(TP1, "new", "tensors 1", all_digits=True)
 
