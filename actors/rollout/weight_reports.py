@@ -48,7 +48,7 @@ class WeightReports:
         """Move running evaluations to newer weights if no engine of the run holds their version; return whether it did.
 
         Only called where weights are not in files. The trainer then has newer weights and can never send the old ones
-        again. Of several actors, all move where the log says so.
+        again. Several actors move where the log says so.
         """
         old = self._fleet.target_version
         if not self._target.holds_back or self._fleet.serving.is_held_by_any(old) or await self._others.hold(old):

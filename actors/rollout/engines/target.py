@@ -34,7 +34,7 @@ class TargetWeights:
     def fold(self, event: TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded | WeightsLost) -> None:
         """Apply the next event. Announcements by a replaced trainer, and of known versions, are ignored.
 
-        Of several rollout actors each reads that weights are lost, and all move to the same ones.
+        All rollout actors read that weights are lost, and move to the same ones.
         """
         match event:
             case TrainerStarted():

@@ -17,7 +17,7 @@ from anyio.abc import Process
 
 from actors.rollout.engines.ownership import Ownership, has_certainly_ended, own_identity
 from actors.rollout.sglang.errors import EngineUnavailable
-from messages import SegmentsPublished
+from messages import GroupCompleted, SegmentsPublished
 from runtime.bus.addresses import BUS_URL_VARIABLE, Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable, Fenced
@@ -105,14 +105,25 @@ async def test_a_key_that_is_gone_is_written_again(bus: Bus) -> None:
 
 
 async def test_an_engine_is_not_called_while_its_owner_cannot_be_read(bus: Bus) -> None:
-    class Gone:
-        async def latest(self, _filter: str, _type: type) -> None:
-            raise BusUnavailable("no server")
+    class Bucket:
+        """The run's bucket, which can be away."""
 
-    own, fresh = await begun(bus, "rollout"), await begun(bus, "rollout", lifetime_s=1000.0)
-    await own.claim("engine.policy.0", URL)
-    await fresh.claim("engine.policy.1", URL)
-    own._kv = fresh._kv = cast(KeyValues, Gone())
+        def __init__(self) -> None:
+            self.away = False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.away:
+                raise BusUnavailable("no server")
+            return getattr(bus.kv, name)
+
+    bucket = Bucket()
+    own, fresh = (
+        Ownership(cast(KeyValues, bucket), "policy", "rollout", lifetime_s=lifetime_s) for lifetime_s in (0.0, 1000.0)
+    )
+    for number, each in enumerate((own, fresh)):
+        await each.begin()
+        await each.claim(f"engine.policy.{number}", URL)
+    bucket.away = True
     with pytest.raises(EngineUnavailable, match="its owner cannot be read"):
         await own.check(URL)
     await own.check("http://nobody-owns-it")
@@ -191,7 +202,7 @@ async def test_a_call_of_an_actor_that_stood_still_changes_nothing_for_its_succe
     topology = topology_with(
         run={"name": bus.run}, engines={"policy": pool}, rollout={"on_weight_update": "retract", "max_staleness": 1}
     )
-    engine = HoldingEngine()
+    engine, events = HoldingEngine(), list[GroupCompleted]()
     async with (
         serving(engine),
         other_process(nats_server.url, tmp_path, topology, [engine], bus) as first,
