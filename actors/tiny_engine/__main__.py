@@ -1,4 +1,4 @@
-"""Serve a tiny model on the CPU with SGLang's HTTP API: python -m actors.tiny_engine --model-path DIR.
+"""Serve a small model on the CPU with SGLang's HTTP API: python -m actors.tiny_engine --model-path DIR.
 
 If PHYSARUM_ENGINE_KEY is set, requests need it as a bearer token, as with SGLang's --api-key.
 """

@@ -19,7 +19,7 @@ from runtime.process.actor import InputError
 from runtime.process.heartbeat import give_pulse
 from runtime.process.hosting import Hosted, host
 from runtime.settings.reading.config import TopologyError
-from runtime.util.disk import is_full, no_space_of
+from runtime.util.disk import NoSpace, is_full, no_space_of
 from runtime.util.errors import flatten, follows
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_OK
 
@@ -84,9 +84,14 @@ def run_process(
         code = EXIT_OK if stopping else exit_code_of(error)
         for leaf in sorted(flatten(error), key=lambda leaf: _explains(leaf, code)):
             shown = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
-            log.error("actor_failed", error=repr(shown), exit_code=code, exc_info=leaf)
+            log.error("actor_failed", error=_text_of(shown), exit_code=code, exc_info=leaf)
         return code
     return EXIT_OK
+
+
+def _text_of(error: BaseException) -> str:
+    """Return what people read of an error: its message, if that was written for them, else its type and values."""
+    return (str(error) if isinstance(error, InputError | TopologyError | NoSpace) else "") or repr(error)
 
 
 def _explains(error: BaseException, code: int) -> int:

@@ -21,7 +21,6 @@ RECENT_LINES = 40  # the process survived errors before these lines
 TRACEBACK = "Traceback (most recent call last)"
 FATAL = "Fatal Python error"
 
-_input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text is a message for users
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
@@ -260,7 +259,7 @@ def _error_of(entry: dict[str, Any]) -> str:
     parts = [] if entry.get("event") == "actor_failed" else [_word(entry.get("event", ""))]
     lines = _word(entry.get("exception") or "").strip().splitlines()
     if entry.get("error"):
-        parts.append(_input_error.sub(r"\2", _word(entry["error"])))
+        parts.append(_word(entry["error"]))
     elif lines:
         parts.append(lines[-1])
     return ": ".join(part for part in parts if part)

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from anyio.abc import TaskStatus
 
+from actors.rollout.engines.fleet import WeightsNotTaken
 from messages import (
     ActorDescribed,
     DescribeRequested,
@@ -27,8 +28,9 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.roster import Roster
 from runtime.process.actor import Actor, InputError
 from runtime.process.hosting import Hosted, host
-from runtime.process.main import exit_code_of, run_process
+from runtime.process.main import _text_of, exit_code_of, run_process
 from runtime.settings.reading.config import TopologyError
+from runtime.util.disk import NoSpace
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_OK
 from tests.fixtures.nats import NatsServer, eventually, group_failed, score_request
@@ -194,6 +196,19 @@ async def test_a_value_error_before_the_start_is_wrong_input_and_later_a_failure
 )
 def test_exit_codes(error: Exception, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WeightsNotTaken("no engine takes weights v2: 'lm_head'"), "no engine takes weights v2: 'lm_head'"),
+        (NoSpace("no space left for /x"), "no space left for /x"),
+        (InputError(), "InputError()"),
+        (KeyError("x"), "KeyError('x')"),
+    ],
+)
+def test_an_error_that_was_written_for_people_is_logged_as_its_text(error: Exception, text: str) -> None:
+    assert _text_of(error) == text
 
 
 def child(what: str, url: str, run: str) -> None:

@@ -72,7 +72,7 @@ def test_a_process_that_meets_a_full_disk_is_not_started_again_and_says_so_in_on
     error = ExceptionGroup("actors", [ValueError("x"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
     assert exit_code_of(error) == EXIT_NO_SPACE
     log = OutputLog(tmp_path / "a.jsonl", "trainer")
-    log.feed(b'{"level": "error", "event": "actor_failed", "error": "NoSpace(\'no space left for /x: 5 bytes\')"}\n')
+    log.feed(b'{"level": "error", "event": "actor_failed", "error": "no space left for /x: 5 bytes"}\n')
     log.close()
     assert log.why() == "no space left for /x: 5 bytes"
 

@@ -68,7 +68,7 @@ def test_the_reason_of_an_end_is_its_last_error(tmp_path: Path) -> None:
     log.feed(b'{"level":"error","event":"input_error","error":"prompts.jsonl line 7: not JSON"}\n')
     log.feed(b'{"level":"info","event":"stopped"}\nbye\n')
     assert log.why() == "input_error: prompts.jsonl line 7: not JSON"
-    log.feed(b"""{"level":"error","event":"actor_failed","error":"InputError(\\"rm_type = 'x': no module\\")"}\n""")
+    log.feed(b"""{"level":"error","event":"actor_failed","error":"rm_type = 'x': no module"}\n""")
     assert log.why() == "rm_type = 'x': no module"
     log.forget()
     log.feed(b"Traceback (most recent call last):\nValueError: no\n")
