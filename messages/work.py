@@ -53,6 +53,7 @@ class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False)
     sampling: SamplingParams
     baseline: bool = False  # whether to add a greedy sample, which is scored and not trained
     carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts: finished samples, tokens to continue from
+    prefers: str | UnsetType = UNSET  # rollout actor whose engines may have these tokens in their caches; not sent: any
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

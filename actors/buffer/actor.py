@@ -16,7 +16,15 @@ from actors.buffer.deciding.evaluation import changed_function
 from actors.buffer.deciding.measuring import EvalMetrics
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
-from actors.buffer.deciding.tasks import Task, eval_tasks, failed_endings, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.deciding.tasks import (
+    PrefixHolders,
+    Task,
+    eval_tasks,
+    failed_endings,
+    rollout_task,
+    schedule_of,
+    tasks_in_flight,
+)
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.drawn import DrawnPrompts
 from actors.buffer.prompts.generated import GeneratedPrompts
@@ -179,6 +187,7 @@ class BufferActor(Actor):
         self._schedule: Schedule | None = None  # set once the data is read
         self._activity = Activity(long_s=long_activity_s)
         self._store = PromptStore(bus)
+        self._prefixes = PrefixHolders(topology)
         self._snapshots = SnapshotStore(bus)
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus, run_dir)
@@ -422,6 +431,7 @@ class BufferActor(Actor):
 
     async def _effects(self, event: Message, prompts: TrainingPrompts) -> None:
         state = self._state
+        self._prefixes.note(event)
         match event:
             case GroupsIssued():
                 if isinstance(prompts, DrawnPrompts):
@@ -486,7 +496,7 @@ class BufferActor(Actor):
 
     async def _publish_task(self, task: Task) -> None:
         try:
-            await self._bus.publish(await self._store.task(task))
+            await self._bus.publish(await self._store.task(self._prefixes.hinted(task)))
         except StreamFull as error:
             raise InputError(NO_ROOM_FOR_PROMPTS) from error
         except AlreadyQueued:

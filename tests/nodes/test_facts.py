@@ -20,8 +20,15 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and th
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 
 
-def test_weights_by_collective_need_no_common_directory(tmp_path: Path) -> None:
-    file, run_dir = apart(tmp_path, transport="collective"), tmp_path / "runs" / "apart"
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="one rollout actor", marks=pytest.mark.nightly),
+        pytest.param('rollout.nodes = ["local", "n1"]', id="one on each"),
+    ],
+)
+def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: str) -> None:
+    file, run_dir = apart(tmp_path, transport="collective", more=more), tmp_path / "runs" / "apart"
     with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
         home = start(n0, file, "local")
@@ -33,7 +40,10 @@ def test_weights_by_collective_need_no_common_directory(tmp_path: Path) -> None:
         assert not list(there.glob("weights*/**/*.safetensors"))
         assert list(n0.path(run_dir).glob("checkpoints/*/step-*"))
         log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
+        own = there / "logs" / "n1" / "rollout.1.jsonl"
+        verified = own.read_text().count("weights_verified") if more else 0
     assert "engine.policy.0" in log
+    assert not more or verified >= 5  # by the rollout actor of that node
 
 
 def test_weights_by_files_are_refused_by_key_where_the_directory_is_not_common(tmp_path: Path) -> None:

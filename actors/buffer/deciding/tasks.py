@@ -3,12 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from actors.buffer.deciding.decide import EvalPlan, Schedule
 from messages import (
     EvalCompleted,
     EvalRequested,
     EvalSetRequested,
+    GroupAborted,
+    GroupCompleted,
     GroupFailed,
+    Message,
     Prompt,
     RolloutRequested,
     SampleSummary,
@@ -26,6 +31,7 @@ from runtime.settings.derived import (
     sampling_params,
     trains_pairs,
 )
+from runtime.settings.owners import rollout_places
 from runtime.settings.topology import Topology, is_colocated
 
 Task = RolloutRequested | EvalRequested | EvalSetRequested
@@ -110,6 +116,34 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, state: Ledg
             sample for sample in longest(carried, spilled_samples(group)) if sample.index < num_samples + baseline
         ),
     )
+
+
+class PrefixHolders:
+    """Remembers which of several rollout actors aborted a group: its engines have the group's tokens in their caches.
+
+    A hint for the next attempt, not part of the ledger: a buffer that starts again knows none.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._is_needed = len(rollout_places(topology)) > 1 and topology.rollout.on_halt == "resume"
+        self._holders: dict[int, str] = {}  # instances by group, until the group is issued again or ends
+
+    def note(self, event: Message) -> None:
+        """Note an event of the log."""
+        match event:
+            case GroupAborted() if self._is_needed and any(sample.response_len for sample in event.samples):
+                self._holders[event.group_id] = event.instance
+            case GroupAborted() | GroupCompleted() | GroupFailed():
+                self._holders.pop(event.group_id, None)
+            case _:
+                pass
+
+    def hinted(self, task: Task) -> Task:
+        """Return the task of a new attempt with the actor that should take it, if one is known."""
+        holder = self._holders.pop(task.group_id, None) if isinstance(task, RolloutRequested) else None
+        if holder is None or not isinstance(task, RolloutRequested) or not task.carried:
+            return task
+        return msgspec.structs.replace(task, prefers=holder)
 
 
 def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mapping[int, int]) -> bool:

@@ -44,6 +44,7 @@ ACK_WAIT_S = 5.0  # tasks of a crashed rollout actor are redelivered to another 
 # permanent errors of a task: every delivery would fail in the same way
 POISON = (RequestRefused, MessageRefused, ValueError)
 EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
+MAX_PASSES = 3  # deliveries of a resumed group to other actors than the one that has its prefix
 GIVE_BACK_S = 2.0  # to give tasks back at shutdown
 STORE_S = 10.0  # to store samples before their tasks are handed over
 HANDED_OVER_S = 1.0  # before a task that is handed over comes again: the buffer reads what was stored of it
@@ -140,8 +141,19 @@ class TaskRunner:
                 await slots.granted(size if tools.batch_requests else 1)
                 deliveries.prefetch = self.slots.free // size  # groups that can start too are fetched together
                 delivery = await anext(deliveries)
+                while self._prefers_another(delivery):
+                    await delivery.redeliver()
+                    delivery = await anext(deliveries)
                 need(delivery.message.min_version)
                 group.start_soon(self._run_group, tools, delivery, slots)
+
+    def _prefers_another(self, delivery: Delivery[RolloutRequested]) -> bool:
+        """Whether to let another rollout actor have a group, whose engines have its tokens in their caches.
+
+        That one may have no slot now, or be gone: after MAX_PASSES any takes it.
+        """
+        prefers = delivery.message.prefers or self._bus.name
+        return prefers != self._bus.name and delivery.num_delivered <= MAX_PASSES
 
     async def pull_evals(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
         """Run the items of evaluations. Never returns. Arguments as of `pull_groups`."""

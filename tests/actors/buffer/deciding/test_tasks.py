@@ -4,11 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from actors.buffer.deciding.decide import EvalPlan
-from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.deciding.tasks import PrefixHolders, eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.prompts.source import LoadedData, PromptSet
-from messages import Int32Array, Prompt, SampleStatus, SampleSummary, SamplingParams, SegmentRef
+from messages import (
+    GroupAborted,
+    Int32Array,
+    Prompt,
+    RolloutRequested,
+    SampleStatus,
+    SampleSummary,
+    SamplingParams,
+    SegmentRef,
+)
 from runtime.ledger.fold import EvalItem, Evaluation, Group, LedgerState, Stage
 from runtime.ledger.state import Spilled
 from runtime.settings.load import load_topology
@@ -143,3 +153,25 @@ def test_decisions_know_the_batch_sizes_and_evaluation_sets_of_the_recipe() -> N
     assert (schedule.max_staleness, schedule.on_halt) == (0, "resume")
     assert schedule.evals == (EvalPlan(name="gsm8k-test", interval=20, num_items=11),)
     assert schedule_of(laptop(), {"reverse-digits-held-out": 22}).over_sampling_batch_size == 64  # the batch size
+
+
+def test_the_next_attempt_prefers_the_actor_that_aborted_the_last_one_with_tokens() -> None:
+    two = laptop("engines.policy.num_engines=2", "rollout.nodes=['local','local']")
+    tokens = SampleSummary(index=0, status=SampleStatus.ABORTED, response_len=3)
+    none = SampleSummary(index=0, status=SampleStatus.ABORTED)
+    requested = rollout_task(two, group(carried=(tokens,)), prompts(), LedgerState())
+    anew = rollout_task(two, group(), prompts(), LedgerState())
+
+    def preferred(topology: Topology, task: RolloutRequested, *samples: SampleSummary) -> Any:
+        holders = PrefixHolders(topology)
+        holders.note(GroupAborted(group_id=7, attempt=1, lease="l", round=3, instance="rollout.1", samples=samples))
+        hinted = holders.hinted(task)
+        assert holders.hinted(task) is task  # a hint is for one attempt
+        assert isinstance(hinted, RolloutRequested)
+        return hinted.prefers
+
+    assert preferred(two, requested, tokens) == "rollout.1"
+    assert preferred(two, requested, none) is UNSET
+    assert preferred(two, anew, tokens) is UNSET  # it starts over
+    assert preferred(laptop(), requested, tokens) is UNSET  # there is no other actor
+    assert preferred(laptop("rollout.on_halt=restart"), requested, tokens) is UNSET
