@@ -29,10 +29,6 @@ TOGETHER = (  # with each of them, who suffers most from it
     ("rollout actor", "engine"),
     ("trainer rank", "nats-server"),
 )
-TEMPLATE = {  # it dies or stops right after the first kill, when it is to fork the killed process again
-    ("rollout actor", "engine"): signal.SIGKILL,
-    ("trainer rank", "nats-server"): signal.SIGSTOP,
-}
 STARTS = {"node daemon": 2, "everything": 6}  # after these, the same command again; killed after so many steps
 FILTERED = (f"rollout.dynamic_filter={Path(__file__).with_name('graders.py')}:every",)  # keeps all, and has a process
 ROUTED = ("engines.policy.router=sglang-router",)  # has a process
@@ -62,22 +58,35 @@ async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, line
     overrides = (*(FILTERED if "filter" in names else ()), *(ROUTED if "router.policy" in names else ()))
     run = Run(tmp_path, num_steps=num_steps, overrides=overrides)
     async with run.started() as command:
-        template = template_of(command)
         for steps in AFTER_STEPS:
             await command.log.until_trained(steps)
             for name in moments.sample(names, len(names)):
                 await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
                 command.log.kill(name)
-                if lines in TEMPLATE and template.is_running():
-                    template.send_signal(TEMPLATE[lines])
                 await command.log.until_restarted(name)
-        assert template.is_running() == (lines not in TEMPLATE)
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)
     await audit(run, killed=names * len(AFTER_STEPS))
     async with run.reopened() as bus:
         check_extra_work(await read_all(bus, run), run.num_steps, *names)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_template_fails_when_it_is_to_fork_a_killed_trainer(tmp_path: Path, number: signal.Signals) -> None:
+    """In a run without a pace, which is set in each interpreter: such processes are not forked."""
+    run = Run(tmp_path, num_steps=40, paced=False)
+    async with run.started() as command:
+        template = template_of(command)
+        await command.log.until_trained(1)
+        command.log.kill("trainer")
+        template.send_signal(number)
+        await command.log.until_restarted("trainer")
+        assert not template.is_running()
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    await audit(run, killed=["trainer"])
 
 
 def template_of(command: Command) -> psutil.Process:

@@ -71,6 +71,9 @@ def _serve(control: socket.socket, daemon: int) -> list[str] | None:
     """Answer requests; return None at the end, and in a forked process its command."""
     environment = dict(os.environ)
     gc.disable()  # a collection would write to the pages that the forked processes share
+    if customized := _customized():
+        control.send(f"{customized} runs code of its own in each process".encode())
+        return None
     try:
         _show_as([], environment, try_only=True)
     except OSError as error:
@@ -87,6 +90,15 @@ def _serve(control: socket.socket, daemon: int) -> list[str] | None:
             control.send(_preloaded(json.loads(message), environment))
         else:
             return None
+
+
+def _customized() -> str:
+    """The file that Python runs at each start, where it is not of the distribution: it may look at the process."""
+    for module in map(sys.modules.get, ("sitecustomize", "usercustomize")):
+        file = module and module.__file__
+        if file and os.path.dirname(file) != os.path.dirname(os.__file__):
+            return file
+    return ""
 
 
 def _preloaded(command: list[str], environment: dict[str, str]) -> bytes:

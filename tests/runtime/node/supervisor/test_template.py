@@ -167,6 +167,16 @@ async def test_a_process_with_another_environment_is_started(tmp_path: Path) -> 
         assert await supervised.lines("own") == [FORKED]
 
 
+async def test_processes_are_started_where_each_interpreter_runs_code_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("")
+    monkeypatch.setitem(OURS, "PYTHONPATH", os.pathsep.join([str(tmp_path), OURS["PYTHONPATH"]]))
+    async with supervising(tmp_path) as supervised:
+        await supervised.start(supervised.probe("own", "sleep"))
+        assert await supervised.lines("own") == [STARTED]
+
+
 @pytest.mark.parametrize("what", ["thread", "variable", "raise"])
 async def test_a_process_whose_imports_are_unfit_for_a_fork_is_started(tmp_path: Path, what: str) -> None:
     async with supervising(tmp_path) as supervised:
