@@ -82,7 +82,7 @@ async def test_the_template_fails_when_it_is_to_fork_a_killed_trainer(tmp_path: 
         command.log.kill("trainer")
         template.send_signal(number)
         await command.log.until_restarted("trainer")
-        assert not template.is_running()
+        await command.log.until_there(lambda: not template.is_running())
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)
