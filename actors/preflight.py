@@ -97,7 +97,7 @@ def check_fp8(context: CheckContext) -> Iterator[Problem]:
     for name, engine in topology.engines.items():
         ranks, experts = parallel_sizes(engine)
         if engine.weight_format == "fp8" and not engine.urls:
-            message = fp8_refusal(hf_shapes(shape), shape.head_dim, tp_size=ranks, ep_size=experts)
+            message = fp8_refusal(hf_shapes(shape), shape.attention.head_dim, tp_size=ranks, ep_size=experts)
             if message is not None:
                 yield Problem.of(f"engines.{name}.weight_format", "fp8", message)
 

@@ -16,25 +16,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from bin.entry import docs_folder, parser_of
-from runtime.models.config import ARCHITECTURES, SAME_AS, built_keys
-from runtime.models.config_keys import CODE, QUANTIZATION, TABLE, WITHOUT_EFFECT, ConfigTable, ModelKeys
+from runtime.models.config_keys import CODE, QUANTIZATION, TABLE, ConfigTable, ModelKeys, without_effect
+from runtime.models.family import Family, families
 
 PAGE: Final = "model-keys.md"
 CONFIGS: Final = ("config", "text_config", "decoder_config")  # what transformers calls a model's configuration
 GENERATION: Final = "transformers.generation."  # reads settings of sampling, and takes no part in a forward pass
 LOADING: Final = ("from_pretrained", "from_dict", "get_config_dict", "_get_config_dict", "save_pretrained", "__init__")
-HEAD: Final = """# Keys of config.json
+HEAD: Final = """# Model families and keys of config.json
 
-Written by `bin/describe-models` from the source of transformers {version}; do not edit. A key of a model's
-`config.json` is one of these:
+Written by `bin/describe-models` from the declarations of `runtime/models/families` and the source of transformers
+{version}; do not edit.
+
+| `model_type` | models | class of transformers | SGLang 0.5.23 (CPU) |
+|---|---|---|---|
+{families}
+
+The trainer computes all of them, the tiny engine those without experts and multi-latent attention.
+How to add one: [families](../develop/model-families.md). A key of a model's `config.json` is one of these:
 
 - **built**: trainer and tiny engine compute what it says. Values that they cannot compute are refused.
 - **no effect** on what the models here compute. Settings of generation are also of this kind.
 - **refused** unless it has the value in the table: transformers' class reads it, and trainer and tiny engine do not.
 - in no row of its model type: transformers' class does not read it. It is ignored, and a start names it.
 
-`{code}` and `{quantization}` are refused, except code that only makes tokens, and that of DeepSeek-V3 and Kimi-K2,
-which computes what transformers' own class does. No code of a model is run to read its configuration. {same}
+`{code}` and `{quantization}` are refused, except code that only makes tokens, and code that is published and
+computes what transformers' own class does ({coded}). No code of a model is run to read its configuration.
 `model.ignore_config_keys` trains a model without keys that are refused: [models](../train/models.md#configurations).
 
 | key | model types whose class reads it | a start |
@@ -66,7 +73,7 @@ def describe() -> ConfigTable:
     from transformers.generation.configuration_utils import GenerationConfig
 
     dropped: Keys = GenerationConfig._get_default_generation_params()  # pyright: ignore[reportPrivateUsage] - the list by which the classes drop them
-    reads = {model_type: _keys(model_type) for model_type in ARCHITECTURES}
+    reads = {model_type: _keys(model_type) for model_type in families()}
     first = next(iter(reads.values()))
     common = {
         key: value for key, value in first.items() if all(key in each and each[key] == value for each in reads.values())
@@ -76,7 +83,7 @@ def describe() -> ConfigTable:
         transformers=transformers.__version__,
         dropped=tuple(sorted(dropped)),
         common=common,
-        models={each: ModelKeys(name=ARCHITECTURES[each], reads=own[each]) for each in reads},
+        models={each: ModelKeys(name=families()[each].architecture, reads=own[each]) for each in reads},
     )
 
 
@@ -90,25 +97,31 @@ def encoded(table: ConfigTable) -> str:
 def page(table: ConfigTable) -> str:
     """Return the reference page of a table."""
     reads = {model_type: table.reads(keys.name) for model_type, keys in table.models.items()}
-    same = " ".join(f"`{one}` is read as `{other}`." for one, other in SAME_AS.items())
-    head = HEAD.format(version=table.transformers, code=CODE, quantization=QUANTIZATION, same=same)
-    rows = [_row(key, reads, table) for key in sorted({key for keys in reads.values() for key in keys})]
+    coded = ", ".join(f"`{name}`" for name, family in families().items() if family.code)
+    rows = "\n".join(_family_row(family) for family in families().values())
+    head = HEAD.format(version=table.transformers, code=CODE, quantization=QUANTIZATION, coded=coded, families=rows)
+    rows = [_row(key, reads) for key in sorted({key for keys in reads.values() for key in keys})]
     return head + "\n".join(rows) + "\n"
 
 
-def _row(key: str, reads: dict[str, Mapping[str, Any]], table: ConfigTable) -> str:
+def _family_row(family: Family) -> str:
+    names = ", ".join(f"`{name}`" for name in (family.model_type, *family.same))
+    return f"| {names} | {family.title} | `{family.architecture}` | {family.on_sglang} |"
+
+
+def _row(key: str, reads: dict[str, Mapping[str, Any]]) -> str:
     readers = [model_type for model_type, keys in reads.items() if key in keys]
     named = "all" if len(readers) == len(reads) else ", ".join(f"`{each}`" for each in readers)
-    does = dict.fromkeys(_does(key, reads[each], table.models[each].name) for each in readers)
+    does = dict.fromkeys(_does(key, reads[each], families()[each]) for each in readers)
     return f"| `{key}` | {named} | {', '.join(does)} |"
 
 
-def _does(key: str, reads: Mapping[str, Any], architecture: str) -> str:
+def _does(key: str, reads: Mapping[str, Any], family: Family) -> str:
     if key == QUANTIZATION:
         return "refused"
-    if key in built_keys(architecture):
+    if key in family.built_keys:
         return "built"
-    return "no effect" if key in WITHOUT_EFFECT else f"refused unless `{json.dumps(reads[key])}`"
+    return "no effect" if key in without_effect(family) else f"refused unless `{json.dumps(reads[key])}`"
 
 
 def _keys(model_type: str) -> Keys:

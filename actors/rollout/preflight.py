@@ -8,7 +8,7 @@ import msgspec
 
 from actors.rollout.engines.checks import ServerRequirements, url_problems
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
-from actors.rollout.sglang.model_support import dense_layers_refusal
+from actors.rollout.sglang.model_support import ignored_keys_refusal
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from runtime.models.config import ModelDescription, read_dense_model
@@ -21,6 +21,7 @@ from runtime.models.directory import (
     has_file,
     read_json,
 )
+from runtime.models.family import families
 from runtime.models.safetensors import safetensors_files
 from runtime.node.checks.context import MODEL, CheckContext, Checks, SourceRows
 from runtime.settings.derived import policy_model, topk_divergence
@@ -90,10 +91,10 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
     try:
         if num_tiny_engines(topology):
             read_dense_model(Path(directory), topology.model.ignore_config_keys)
-        shape = policy_model(topology).shape
-        dense = shape.model_type == "qwen3_moe" and shape.experts is not None and not all(shape.experts.layers)
-        if dense and POLICY in topology.engines and topology.engines[POLICY].kind == "sglang":
-            yield Problem.of(MODEL, directory, dense_layers_refusal(Path(directory)))
+        family = families()[policy_model(topology).shape.model_type]
+        refusal = ignored_keys_refusal(Path(directory), family)
+        if refusal is not None and POLICY in topology.engines and topology.engines[POLICY].kind == "sglang":
+            yield Problem.of(MODEL, directory, refusal)
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, directory, str(error))
 

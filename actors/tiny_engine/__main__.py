@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
-from runtime.models.config import MAX_CONTEXT, ModelDescription, ModelError, read_dense_model
+from runtime.models.config import ModelDescription, ModelError, read_dense_model
+from runtime.models.readers import MAX_CONTEXT
 from runtime.models.safetensors import safetensors_files
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from runtime.util.imports import collecting_nothing, without

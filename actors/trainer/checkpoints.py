@@ -7,10 +7,10 @@ its own directory, so a predecessor that is still alive cannot interfere. A dama
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -150,8 +150,12 @@ def _damage_of(path: Path, *, thorough: bool) -> str | None:
     return damage
 
 
-def _too_old(path: Path) -> ValueError:
-    return ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
+class EarlierVersion(ValueError):
+    """An earlier version of the trainer wrote the checkpoint."""
+
+
+def _too_old(path: Path) -> EarlierVersion:
+    return EarlierVersion(f"{path} was written by an earlier version of the trainer, and is no longer read")
 
 
 def _is_of_earlier_version(path: Path) -> bool:
@@ -239,10 +243,12 @@ def _compare(path: Path, role: str, there: HfConfig, here: HfConfig, *, resumes:
 def _values(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a configuration's values by dotted name."""
     values = msgspec.to_builtins(value)
+    if isinstance(values, list | tuple):
+        values = dict(enumerate(cast("Sequence[Any]", values)))
     if not isinstance(values, dict):
         yield prefix, values
         return
-    for name, each in values.items():
+    for name, each in cast("dict[str, Any]", values).items():
         yield from _values(f"{prefix}.{name}" if prefix else name, each)
 
 
@@ -348,9 +354,11 @@ def saved_run(path: Path) -> SavedRun:
     """Read the metadata of a checkpoint.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or an earlier version wrote it.
     """
     try:
+        if "layers" not in read_json(path, RUN_FILE, dict[str, Any]).get("model", {}):
+            raise _too_old(path)
         return read_json(path, RUN_FILE, SavedRun)
     except ModelError as error:
         raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error

@@ -11,6 +11,8 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from runtime.models.family import Family
+
 TABLE: Final = Path(__file__).with_name("config_keys.json")
 IGNORED: Final = "_ignored_config_keys"  # key of a written config.json: what model.ignore_config_keys took out of it
 WITHOUT_EFFECT: Final = frozenset(  # keys that classes read, and that change no output of the models built here
@@ -24,21 +26,13 @@ WITHOUT_EFFECT: Final = frozenset(  # keys that classes read, and that change no
         "experts_implementation chunk_size_feed_forward gradient_checkpointing is_encoder_decoder "
         "tie_last_hidden_states "
         # training of others: dropout and the start of new weights
-        "attention_dropout classifier_dropout hidden_dropout initializer_factor init_std pretraining_tp "
-        # sliding windows, which use_sliding_window turns on
-        "max_window_layers"
+        "attention_dropout classifier_dropout hidden_dropout initializer_factor init_std pretraining_tp"
     ).split()
 )
 SILENT: Final = ("_",)  # prefixes of keys that tools add and no class reads: not named
 CODE: Final = "auto_map"
 QUANTIZATION: Final = "quantization_config"
 OF_TOKENS: Final = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")  # in auto_map
-_DEEPSEEK: Final = {  # code that DeepSeek-V3 and Kimi-K2 publish, which computes what transformers' own class does
-    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-    "AutoModel": "modeling_deepseek.DeepseekV3Model",
-    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-}
-KNOWN_CODE: Final = {"DeepseekV3ForCausalLM": _DEEPSEEK}
 
 
 class ModelKeys(msgspec.Struct, frozen=True):
@@ -79,42 +73,48 @@ def config_table() -> ConfigTable:
     return msgspec.json.decode(TABLE.read_bytes(), type=ConfigTable)
 
 
-def sort_keys(keys: Mapping[str, Any], architecture: str, built: Collection[str]) -> SortedKeys:
+def without_effect(family: Family) -> frozenset[str]:
+    """Return the keys that change no output of a family's models, or that its class drops."""
+    return WITHOUT_EFFECT | {*family.without_effect, *config_table().dropped}
+
+
+def sort_keys(keys: Mapping[str, Any], family: Family) -> SortedKeys:
     """Find the keys that would change what the model computes, and those that no class reads.
 
     Args:
         keys: config.json, without the keys that the user ignores.
-        architecture: of the model.
-        built: keys whose values are checked where the model is built.
+        family: of the model. The values of the keys that it reads are checked where the model is built.
     """
-    reads, problems, unread = config_table().reads(architecture), list[str](), list[str]()
+    reads, problems, unread = config_table().reads(family.architecture), list[str](), list[str]()
+    silent = family.built_keys | without_effect(family)
     for key, value in keys.items():
         if key == CODE:
-            problems.extend(_code_problems(value, architecture))
+            problems.extend(_code_problems(value, family))
         elif key == QUANTIZATION:
             problems.extend(_quantization_problems(value))
-        elif key in built or key in WITHOUT_EFFECT or key in config_table().dropped or key.startswith(SILENT):
+        elif key in silent or key.startswith(SILENT):
             continue
         elif key not in reads:
             unread.append(key)
         elif value != reads[key]:
             problems.append(
-                f"{key} {_short(value)} is not supported: transformers' {architecture} reads it, and it is not built "
+                f"{key} {_short(value)} is not supported: transformers' {family.architecture} reads it, and it is not "
+                f"built "
                 f"here; supported: its default, {_short(reads[key])}"
             )
     return SortedKeys(tuple(problems), tuple(unread))
 
 
-def _code_problems(value: Any, architecture: str) -> tuple[str, ...]:
+def _code_problems(value: Any, family: Family) -> tuple[str, ...]:
     """Refuse code of a checkpoint, which is not run, unless it computes the same as transformers' class."""
     if not isinstance(value, dict):
         return (f"{CODE} {_short(value)} is not supported",) if value else ()
     named = {key: code for key, code in cast("dict[str, Any]", value).items() if key not in OF_TOKENS}
-    if named.items() <= KNOWN_CODE.get(architecture, {}).items():
+    if named.items() <= family.code.items():
         return ()
     return (
         f"{CODE} {_short(named)} is not supported: the model's own code may compute another model than transformers' "
-        f"{architecture}, and it is not run",
+        f"{family.architecture}, and it is not run",
     )
 
 

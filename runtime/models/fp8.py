@@ -1,6 +1,6 @@
 """FP8 checkpoints in Hugging Face's format: quantized matrices and config.json.
 
-The scheme is that of DeepSeek-V3 and Qwen3-FP8. A matrix `X.weight` [R, C] is divided into blocks of 128 x 128; the
+The scheme is that of arXiv 2412.19437, section 3.3. A matrix `X.weight` [R, C] is divided into blocks of 128 x 128; the
 last block of a side may be smaller. The matrix is stored as float8_e4m3fn. `X.weight_scale_inv`, float32
 [ceil(R / 128), ceil(C / 128)], has the factor of each block. The matrices of layers are quantized, those of experts
 too. Embeddings, lm_head, norms, biases and routers stay bfloat16; a router's `e_score_correction_bias` is float32.

@@ -34,23 +34,24 @@ class Problems(list[str]):
             self.append(str(error))
         return None
 
-    def struct(self, content: Content, kind: type[T]) -> T | None:
-        """Decode the keys of a struct. Adds a problem for each that is missing or has another type."""
-        values, before = dict[str, Any](), len(self)
+    def struct(self, content: Content, kind: type[T], defaults: Mapping[str, Any]) -> T | None:
+        """Decode the keys of a struct. Adds a problem for each that is missing or has another type.
+
+        A key that is absent has its value of `defaults`, unless the struct requires it or has the default None.
+        """
+        values, found = dict[str, Any](), list[str]()
         for field in _fields(kind):
             if field.name in content:
-                self._decode(content[field.name], field, values)
+                try:
+                    values[field.name] = decoded(content[field.name], field.type)
+                except ValueError as error:
+                    found.append(f"{field.name}: {error}")
             elif field.default is NODEFAULT and field.default_factory is NODEFAULT:
-                self.append(f"{field.name} is missing")
-        return kind(**values) if len(self) == before else None
-
-    def _decode(self, value: msgspec.Raw, field: FieldInfo, values: dict[str, Any]) -> None:
-        try:
-            values[field.name] = decoded(value, field.type)
-        except ValueError as error:
-            message = f"{field.name}: {error}"
-            if message not in self:  # two structs may have this key
-                self.append(message)
+                found.append(f"{field.name} is missing")
+            elif field.default is not None and defaults.get(field.name) is not None:
+                values[field.name] = defaults[field.name]
+        self.extend(message for message in found if message not in self)  # two structs may have this key
+        return None if found else kind(**values)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from runtime.models.config import ModelShape
+from runtime.models.blocks import ModelShape
 
 LARGE: Final = 20_000_000  # weights that a token meets; toys are below it
 
@@ -13,7 +13,6 @@ def is_large(shape: ModelShape) -> bool:
 
 
 def num_met(shape: ModelShape) -> int:
-    """Count the weights that a token meets: the embedding, and each layer with one MLP."""
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
-    return shape.vocab_size * shape.hidden_size + shape.num_layers * layer
+    """Count the weights that a token meets: the embedding, and those of each layer, with the chosen experts alone."""
+    layers = (layer.weights_of_a_token(shape.hidden_size) for layer in shape.layers)
+    return shape.vocab_size * shape.hidden_size + sum(layers)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from runtime.models.config import ModelShape
+from runtime.models.blocks import ModelShape
 from runtime.models.size import is_large
 from runtime.settings.placement import engine_places, trainer_places
 from runtime.settings.topology import Topology, answers_are_recorded

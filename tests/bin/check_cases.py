@@ -277,14 +277,12 @@ REFUSED = {
     "a layer that SGLang gives experts": Case(
         ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layer"),
         "model.hf_checkpoint",
-        "dense-layer/config.json: mlp_only_layers = [1], which SGLang ignores: it builds experts in every layer; "
-        "allowed: []",
+        "dense-layer/config.json: mlp_only_layers = [1], which SGLang ignores: it builds another model; allowed: []",
     ),
     "layers that SGLang gives experts": Case(
         ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layers"),
         "model.hf_checkpoint",
-        "dense-layers/config.json: decoder_sparse_step = 2, which SGLang ignores: it builds experts in every layer; "
-        "allowed: 1",
+        "dense-layers/config.json: decoder_sparse_step = 2, which SGLang ignores: it builds another model; allowed: 1",
     ),
     "no such interpreter": Case(
         ("engines.policy.kind=sglang", "engines.policy.python=~/none/bin/python"),

@@ -74,11 +74,12 @@ def operations(model: HfConfig, lengths: Sequence[int], num_trained: int) -> flo
         lengths: of the samples, in tokens.
         num_trained: tokens whose logits are needed.
     """
-    query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    attention = model.attention
+    query, key = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     layer = model.hidden_size * (2 * query + 2 * key + 3 * model.intermediate_size)
-    tokens = 2 * layer * model.num_hidden_layers * sum(lengths)
+    tokens = 2 * layer * model.num_layers * sum(lengths)
     seen = sum(length * (length + 1) / 2 for length in lengths)  # pairs of positions
-    pairs = 2 * 2 * query * model.num_hidden_layers * seen
+    pairs = 2 * 2 * query * model.num_layers * seen
     head = 2 * model.hidden_size * model.vocab_size * num_trained
     return 3 * (tokens + pairs + head)
 

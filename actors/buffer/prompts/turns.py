@@ -45,7 +45,7 @@ def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[P
 
     - `{% generation %}` in the template marks the output.
     - The conversation up to the turn, rendered by itself, begins the whole.
-    - The template changes earlier turns, such as Qwen3's, which drops their thoughts. Marks in the turn's text show
+    - The template changes earlier turns, such as one that drops their thoughts. Marks in the turn's text show
       where it is; without the marks, the text must be the same.
 
     Args:

@@ -7,10 +7,10 @@ multiples of 128. With several ranks this applies to each rank's shard of rows a
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from runtime.models.directory import CONFIG, read_json
-from runtime.models.experts import Qwen3MoeKeys
+from runtime.models.family import Family
 from runtime.models.fp8 import BLOCK, is_quantized
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import sglang_arguments
@@ -25,18 +25,18 @@ _BY_ROWS: Final = ("q_b_proj", "kv_b_proj")  # not fused, sharded by rows
 _BY_COLUMNS: Final = ("o_proj", "down_proj")
 
 
-def dense_layers_refusal(directory: Path) -> str:
-    """Return why SGLang cannot serve a Qwen3-MoE with dense layers: it builds experts in them, another model.
+def ignored_keys_refusal(directory: Path, family: Family) -> str | None:
+    """Return why SGLang serves another model: it ignores keys of config.json, and assumes a value of them.
 
     Args:
-        directory: of the model, whose config.json makes some layers dense.
+        directory: of the model.
+        family: its declaration, which has these keys.
     """
-    config, keys = directory / CONFIG, read_json(directory, CONFIG, Qwen3MoeKeys)
-    if keys.mlp_only_layers:
-        found, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
-    else:
-        found, allowed = f"decoder_sparse_step = {keys.decoder_sparse_step}", "1"
-    return f"{config}: {found}, which SGLang ignores: it builds experts in every layer; allowed: {allowed}"
+    config, keys = directory / CONFIG, read_json(directory, CONFIG, dict[str, Any])
+    for key, assumed in family.ignored_by_sglang.items():
+        if (found := keys.get(key, assumed) or assumed) != assumed:
+            return f"{config}: {key} = {found}, which SGLang ignores: it builds another model; allowed: {assumed}"
+    return None
 
 
 def parallel_sizes(engine: EngineConfig) -> tuple[int, int]:

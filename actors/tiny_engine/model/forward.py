@@ -1,4 +1,4 @@
-"""Weights and forward pass of Qwen2, Qwen3 and Llama in plain tensor operations, in float32 or bfloat16.
+"""Weights and forward pass of dense models in plain tensor operations, in float32 or bfloat16.
 
 Weights are stored fused, for the forward pass. `Weights.named` holds views of them by Hugging Face name, for
 loading and random initialization.
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.models.attention import Rope
-from runtime.models.config import ModelError, ModelShape
+from runtime.models.blocks import Attention, ModelShape, Weight, norm
+from runtime.models.config import ModelError
+from runtime.models.rope import Rope
 from runtime.models.safetensors import safetensors_files
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -33,39 +34,11 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], ke
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one transformer block. `qk_scale` repeats the query and key norms per head; see `Weights.settle`."""
+    """Weights of one layer, fused, by the names of the trainer. `qk_scale` is derived; see `Weights.settle`."""
 
-    input_norm: Tensor  # [E]
-    qkv: Tensor  # [(H + 2K) * D, E]
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [2, D]
-    output: Tensor  # [E, H * D]
-    output_bias: Tensor | None
-    mlp_norm: Tensor  # [E]
-    gate_up: Tensor  # [2 * intermediate, E]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [E, intermediate]
-    down_bias: Tensor | None
-    qk_scale: Tensor | None = None  # [H + K, D]
-
-    def held(self) -> dict[str, Tensor]:
-        """The tensors by SGLang's names, without derived ones."""
-        query, key = (None, None) if self.qk_norm is None else self.qk_norm
-        held = {
-            "input_layernorm.weight": self.input_norm,
-            "self_attn.qkv_proj.weight": self.qkv,
-            "self_attn.qkv_proj.bias": self.qkv_bias,
-            "self_attn.q_norm.weight": query,
-            "self_attn.k_norm.weight": key,
-            "self_attn.o_proj.weight": self.output,
-            "self_attn.o_proj.bias": self.output_bias,
-            "post_attention_layernorm.weight": self.mlp_norm,
-            "mlp.gate_up_proj.weight": self.gate_up,
-            "mlp.gate_up_proj.bias": self.gate_up_bias,
-            "mlp.down_proj.weight": self.down,
-            "mlp.down_proj.bias": self.down_bias,
-        }
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
+    attention: Attention
+    held: dict[str, Tensor]
+    qk_scale: Tensor | None = None  # [H + K, D]: the norms of queries and keys, per head
 
 
 @dataclass(slots=True)
@@ -77,6 +50,7 @@ class Weights:
     head: Tensor  # [vocabulary, E]; the embedding itself if tied
     norm: Tensor  # [E]
     layers: list[Layer]
+    fused: dict[str, Tensor]  # all of them by SGLang's names
     named: dict[str, Tensor]
     dtypes: dict[str, str] = field(default_factory=dict[str, str])
     stamp: int = 0  # changes with the values: what was computed under another stamp is of other weights
@@ -84,24 +58,17 @@ class Weights:
     def settle(self) -> None:
         """Recompute derived tensors and change the stamp. Call it after the named tensors changed."""
         self.stamp = next(_STAMPS)
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         for layer in self.layers:
-            if layer.qk_norm is not None:
-                layer.qk_scale = layer.qk_norm.repeat_interleave(torch.tensor([heads, kv_heads]), dim=0)
+            if layer.attention.head_norms:
+                norms = torch.stack([layer.held[f"self_attention.{kind}_layernorm.weight"] for kind in ("q", "k")])
+                repeats = torch.tensor([layer.attention.heads, layer.attention.kv_heads])
+                layer.qk_scale = norms.repeat_interleave(repeats, dim=0)
 
     def checksums(self) -> dict[str, str]:
         """Hash the fused tensors, by SGLang's names, with SGLang's hash for the CPU."""
-        data = {name: _data_of(tensor) for name, tensor in self._held().items()}
+        data = {name: _data_of(tensor) for name, tensor in self.fused.items()}
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sums") as executor:
             return dict(zip(data, executor.map(_checksum, data.values()), strict=True))
-
-    def _held(self) -> dict[str, Tensor]:
-        held = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        if not self.config.tie_word_embeddings:
-            held["lm_head.weight"] = self.head
-        for index, layer in enumerate(self.layers):
-            held |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.held().items()}
-        return held
 
 
 def _data_of(tensor: Tensor) -> memoryview:
@@ -114,47 +81,25 @@ def _checksum(data: memoryview) -> str:
 
 def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
     """Allocate weights in the dtype to compute in. Their values are undefined until they are loaded or initialized."""
-    named: dict[str, Tensor] = {}
+    fused, named = dict[str, Tensor](), dict[str, Tensor]()
 
-    def make(names: tuple[str, ...], rows: tuple[int, ...], *rest: int) -> Tensor:
-        fused = torch.empty(sum(rows), *rest, dtype=dtype)
-        named.update(zip(names, fused.split(list(rows)), strict=True))
-        return fused
+    def make(weight: Weight) -> Tensor:
+        rows, further = [shape[0] for shape in weight.parts.values()], next(iter(weight.parts.values()))[1:]
+        fused[weight.engine_name] = tensor = torch.empty(sum(rows), *further, dtype=dtype)
+        named.update(zip(weight.parts, tensor.split(rows), strict=True))
+        return tensor
 
-    embedding = make(("model.embed_tokens.weight",), (config.vocab_size,), config.hidden_size)
-    head = embedding
-    if not config.tie_word_embeddings:
-        head = make(("lm_head.weight",), (config.vocab_size,), config.hidden_size)
-    layers = [_allocate_layer(config, f"model.layers.{index}", make) for index in range(config.num_layers)]
-    norm = make(("model.norm.weight",), (config.hidden_size,))
-    return Weights(config=config, embedding=embedding, head=head, norm=norm, layers=layers, named=named)
-
-
-def _allocate_layer(config: ModelShape, prefix: str, make: Callable[..., Tensor]) -> Layer:
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    wide, narrow = config.num_heads * size, config.num_kv_heads * size
-
-    def names(part: str, kind: str, *members: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}.{part}.{member}.{kind}" for member in members)
-
-    qkv = ("q_proj", "k_proj", "v_proj")
-    gate_up = ("gate_proj", "up_proj")
-    qk_norm = None
-    if config.qk_norm:
-        qk_norm = make(names("self_attn", "weight", "q_norm", "k_norm"), (size, size)).view(2, size)
-    return Layer(
-        input_norm=make((f"{prefix}.input_layernorm.weight",), (hidden,)),
-        qkv=make(names("self_attn", "weight", *qkv), (wide, narrow, narrow), hidden),
-        qkv_bias=make(names("self_attn", "bias", *qkv), (wide, narrow, narrow)) if config.qkv_bias else None,
-        qk_norm=qk_norm,
-        output=make(names("self_attn", "weight", "o_proj"), (hidden,), wide),
-        output_bias=make(names("self_attn", "bias", "o_proj"), (hidden,)) if config.output_bias else None,
-        mlp_norm=make((f"{prefix}.post_attention_layernorm.weight",), (hidden,)),
-        gate_up=make(names("mlp", "weight", *gate_up), (inner, inner), hidden),
-        gate_up_bias=make(names("mlp", "bias", *gate_up), (inner, inner)) if config.mlp_bias else None,
-        down=make(names("mlp", "weight", "down_proj"), (hidden,), inner),
-        down_bias=make(names("mlp", "bias", "down_proj"), (hidden,)) if config.mlp_bias else None,
-    )
+    vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
+    embedding = make(Weight("", {"model.embed_tokens.weight": vocabulary}))
+    head = embedding if config.tie_word_embeddings else make(Weight("", {"lm_head.weight": vocabulary}))
+    layers: list[Layer] = []
+    for index, layer in enumerate(config.layers):
+        assert isinstance(layer.attention, Attention)  # read_dense_model refuses others
+        own = layer.weights(hidden)
+        held = {weight.name: make(weight.within("", f"model.layers.{index}")) for weight in own}
+        layers.append(Layer(layer.attention, held))
+    final = make(norm("", hidden, "model.norm"))
+    return Weights(config=config, embedding=embedding, head=head, norm=final, layers=layers, fused=fused, named=named)
 
 
 def load(config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32) -> Weights:
@@ -184,7 +129,7 @@ def _load_file(weights: Weights, file: Path) -> None:
     with safe_open(file, framework="pt") as source:
         for name in source.keys():  # safe_open has keys(), but is not a mapping
             if name.endswith("rotary_emb.inv_freq"):
-                continue  # a buffer in old Llama checkpoints
+                continue  # a buffer that older tools wrote
             if name not in weights.named:
                 raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} does not have")
             tensor = source.get_tensor(name)
@@ -252,23 +197,29 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
         Normalized hidden states, [N, E].
     """
     config = weights.config
-    size, eps = config.head_dim, config.rms_norm_eps
-    num_rotated = config.num_heads + config.num_kv_heads
-    heads = (*x.shape[:-1], num_rotated + config.num_kv_heads, size)
-    width = (config.hidden_size,)
+    eps, width = config.rms_norm_eps, (config.hidden_size,)
     for index, layer in enumerate(weights.layers):
-        qkv = F.linear(F.rms_norm(x, width, layer.input_norm, eps), layer.qkv, layer.qkv_bias).view(heads)
+        held, attention = layer.held, layer.attention
+        heads, size = attention.heads, attention.head_dim
+        num_rotated = heads + attention.kv_heads
+        normed = F.rms_norm(x, width, held["input_layernorm.weight"], eps)
+        qkv = _linear(normed, held, "self_attention.linear_qkv")
+        qkv = qkv.view(*x.shape[:-1], num_rotated + attention.kv_heads, size)
         rotated = qkv[..., :num_rotated, :]
         normed = rotated
         if layer.qk_scale is not None:
             normed = F.rms_norm(rotated, (size,), None, eps) * layer.qk_scale
         torch.addcmul(normed * cos, normed.roll(size // 2, -1), sin, out=rotated)  # in place: keeps keys next to values
-        mixed = attend(index, qkv[..., : config.num_heads, :], qkv[..., config.num_heads :, :])
-        x = x + F.linear(mixed, layer.output, layer.output_bias)
-        gate_up = F.linear(F.rms_norm(x, width, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+        mixed = attend(index, qkv[..., :heads, :], qkv[..., heads:, :])
+        x = x + _linear(mixed, held, "self_attention.linear_proj")
+        gate_up = _linear(F.rms_norm(x, width, held["pre_mlp_layernorm.weight"], eps), held, "mlp.linear_fc1")
         gate, up = gate_up.chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        x = x + _linear(F.silu(gate) * up, held, "mlp.linear_fc2")
     return F.rms_norm(x, width, weights.norm, eps)
+
+
+def _linear(x: Tensor, held: dict[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, held[f"{name}.weight"], held.get(f"{name}.bias"))
 
 
 def released(weights: Weights) -> Weights:
@@ -280,6 +231,7 @@ def released(weights: Weights) -> Weights:
         head=nothing,
         norm=nothing,
         layers=[],
+        fused={},
         named={},
         dtypes=weights.dtypes,
     )

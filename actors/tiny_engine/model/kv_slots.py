@@ -129,17 +129,17 @@ class KvSlots:
         self._allocate(0)
 
     def _allocate(self, capacity: int) -> None:
-        config = self.weights.config
-        heads = 2 * config.num_kv_heads
+        config, attention = self.weights.config, self.weights.config.attention
+        heads, size = 2 * attention.kv_heads, attention.head_dim
         old, used, self._capacity = self._cache, self._capacity, capacity
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
         dtype = self.weights.embedding.dtype
-        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, config.head_dim, dtype=dtype)
+        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, size, dtype=dtype)
         if self.requests:
             self._cache[:, :, :, :used] = old
-        self._rows = [layer.view(-1, config.head_dim) for layer in self._cache]  # a row per slot, head and position
+        self._rows = [layer.view(-1, size) for layer in self._cache]  # a row per slot, head and position
         self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
-        self._rope = rope_table(config.rope, config.head_dim, capacity).to(dtype)  # rounded as in transformers
+        self._rope = rope_table(attention.rope, size, capacity).to(dtype)  # rounded as in transformers
         self._range = torch.arange(capacity)
 
     def _reserve(self, length: int) -> None:
@@ -211,10 +211,9 @@ class KvSlots:
 
     def _prefill_states(self, ids: Tensor, first: int) -> Tensor:
         """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
-        config = self.weights.config
+        attention = self.weights.config.attention
         size, longest = ids.shape
-        kv_heads = config.num_kv_heads
-        repeats = config.num_heads // kv_heads
+        repeats = attention.heads // attention.kv_heads
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             cached = keys_values.transpose(1, 2)  # [B, 2K, Q, D]
@@ -228,8 +227,8 @@ class KvSlots:
 
     def _decode_states(self, positions: Tensor, longest: int) -> Tensor:
         """Hidden states [n, E] of the running requests' last tokens."""
-        config = self.weights.config
-        num, kv_heads, size = len(self.requests), config.num_kv_heads, config.head_dim
+        attention = self.weights.config.attention
+        num, kv_heads, size = len(self.requests), attention.kv_heads, attention.head_dim
         rows = (self._row_of[:num] + positions.unsqueeze(1)).view(-1)
         mask = torch.zeros(num, longest, dtype=self._cache.dtype).masked_fill_(
             self._range[:longest] > positions.unsqueeze(1), NEVER

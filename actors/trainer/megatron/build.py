@@ -22,7 +22,7 @@ from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.models.attention import Rope
+from runtime.models.rope import Rope
 from runtime.settings.tables.trainer import TrainerConfig
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
-    layers = _layer_spec(config, virtual_stage)
+    layers, rope = _layer_spec(config, virtual_stage), model.attention.rope
     built = Model(
         config=config,
         transformer_layer_spec=layers,
@@ -74,15 +74,15 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=model.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=model.rope.theta,
-        rotary_percent=model.rope.share,
+        rotary_base=rope.theta,
+        rotary_percent=rope.share,
         parallel_output=True,
         vp_stage=virtual_stage,
     )
     if model.has_value_head and built.post_process:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
-    if model.rope.factor != 1.0:
-        _stretch(built.rotary_pos_emb, model.rope)
+    if rope.factor != 1.0:
+        _stretch(built.rotary_pos_emb, rope)
     built.to(config.params_dtype)
     for _, bias in expert_biases(built):
         bias.data = bias.data.float()  # Megatron keeps them in float32
@@ -97,7 +97,7 @@ def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
 
 
 def _stretch(embedding: Any, rope: Rope) -> None:
-    """Set the frequencies of Llama 3's rope. Megatron's own option fixes all its parameters but one."""
+    """Set the frequencies of rope_type "llama3". Megatron's own option fixes all its parameters but one."""
     frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
     embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 

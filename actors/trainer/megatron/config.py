@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from actors.trainer.megatron.imports import MLATransformerConfig, OptimizerConfig, TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
-from runtime.models.attention import MlaConfig, Rope
-from runtime.models.experts import Experts
+from runtime.models.blocks import Attention, Experts, Mla
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.settings.topology import Topology
 
@@ -26,29 +25,28 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     """
     check_layout(model, layout)
     pipeline = layout.pipeline_model_parallel_size
-    config_type = TransformerConfig if model.mla is None else MLATransformerConfig
+    attention = model.attention
+    config_type = MLATransformerConfig if isinstance(attention, Mla) else TransformerConfig
     return config_type(
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_key_value_heads,
-        kv_channels=model.head_dim,
+        num_attention_heads=attention.heads,
+        num_query_groups=attention.kv_heads,
+        kv_channels=attention.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=model.has_qkv_bias,
-        qk_layernorm=model.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **_named(layout),
-        **_experts(model.experts),
-        **({} if model.mla is None else _mla(model.mla, model.rope)),
+        **_experts(model),
+        **(_mla(attention) if isinstance(attention, Mla) else _heads(attention)),
         calculate_per_token_loss=True,  # the loss function returns a sum and its divisor, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         use_cpu_initialization=device.type == "cpu",
@@ -63,14 +61,19 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     )
 
 
-def _experts(experts: Experts | None) -> dict[str, Any]:
+def _heads(attention: Attention) -> dict[str, Any]:
+    return {"add_qkv_bias": attention.qkv_bias, "qk_layernorm": attention.head_norms}
+
+
+def _experts(model: HfConfig) -> dict[str, Any]:
+    experts = model.experts
     if experts is None:
         return {}
     return {
         "num_moe_experts": experts.num_experts,
-        "moe_layer_freq": [int(has) for has in experts.layers],
-        "moe_ffn_hidden_size": experts.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
+        "moe_layer_freq": [int(isinstance(layer.mlp, Experts)) for layer in model.layers],
+        "moe_ffn_hidden_size": experts.size,
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_score_function": experts.score,
         "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax over the top k alone sums to one
@@ -82,8 +85,9 @@ def _experts(experts: Experts | None) -> dict[str, Any]:
     }
 
 
-def _mla(mla: MlaConfig, rope: Rope) -> dict[str, Any]:
+def _mla(mla: Mla) -> dict[str, Any]:
     """Settings of MLA. Megatron applies its rotary embedding in each layer."""
+    rope = mla.rope
     named: dict[str, Any] = {
         "q_lora_rank": mla.query_rank,
         "kv_lora_rank": mla.key_value_rank,

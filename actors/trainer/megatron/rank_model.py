@@ -32,7 +32,7 @@ from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, trained_model, with_value_head
 from actors.trainer.models.files import WeightSource, file_source, random_source, value_head_source
-from actors.trainer.models.shapes import check_weights, hf_shapes
+from actors.trainer.models.shapes import check_weights
 from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.step.skips import Skips
 from runtime.models.safetensors import read_tensors
@@ -151,13 +151,7 @@ class Replica:
     @cached_property
     def layer_weights(self) -> int:
         """Parameters of the last layer that one token uses, over all tensor-parallel ranks."""
-        prefix, experts = f"model.layers.{self.hf.num_hidden_layers - 1}.", self.hf.experts
-        unused = range(experts.num_experts_per_tok, experts.num_experts) if experts is not None else ()
-        skipped = tuple(f"{prefix}mlp.experts.{number}." for number in unused)
-        shapes = hf_shapes(self.hf).items()
-        return sum(
-            math.prod(shape) for name, shape in shapes if name.startswith(prefix) and not name.startswith(skipped)
-        )
+        return self.hf.layers[-1].weights_of_a_token(self.hf.hidden_size, matrices_only=False)
 
     def num_micro_batches(self, wanted: int) -> int:
         """Return the number of micro-batches to run: at least `wanted`, and valid for the pipeline schedule.

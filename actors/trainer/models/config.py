@@ -1,45 +1,30 @@
 """The trainer's model configuration: what its layers need of the configuration in runtime/models/config.py."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runtime.models.attention import MlaConfig, Rope
+import msgspec
+
+from runtime.models.blocks import Attention, Layer, Mlp, ModelShape
 from runtime.models.config import ModelError, read_model
-from runtime.models.experts import Experts
 from runtime.settings.derived import trains_reward_model
 from runtime.settings.topology import Topology, critic_topology
 
 
-@dataclass(frozen=True, kw_only=True)
-class HfConfig:
-    """Configuration of a decoder model, with Hugging Face's names."""
+class HfConfig(ModelShape, frozen=True, kw_only=True):
+    """Configuration of a decoder model that is trained: its shape, its MTP layers, and its head."""
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: Rope
-    tie_word_embeddings: bool
     initializer_range: float
-    has_qkv_bias: bool  # the query, key and value projections have a bias
-    has_qk_norm: bool  # queries and keys are normalised per head
-    experts: Experts | None = None
     num_mtp_layers: int = 0  # trained MTP layers, built like the last decoder layer; 0 or 1
     num_unused_mtp_layers: int = 0  # further MTP layers that the files may hold, not trained
-    mla: MlaConfig | None = None  # None: queries, keys and values are projected directly
     has_value_head: bool = False  # the output is one value per position, not log-probs: a critic or a reward model
     has_value_bias: bool = False  # the value head has a bias: that of a critic
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts instead of a dense MLP."""
-        return self.experts is not None and self.experts.layers[min(layer, self.num_hidden_layers - 1)]
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The decoder layers and the trained MTP layers."""
+        return self.layers + self.layers[-1:] * self.num_mtp_layers
 
 
 def read_hf_config(directory: Path, mtp_num_layers: int | None = None, ignored: Collection[str] = ()) -> HfConfig:
@@ -65,30 +50,25 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None, ignored: 
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
             f"{model.num_mtp_layers} MTP layers (num_nextn_predict_layers)"
         )
-    for key, is_set in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
+    for key, is_set in _untrained_biases(shape).items():
         if is_set:
             raise ModelError(f"{directory / 'config.json'}: {key} is not supported by the trainer")
     return HfConfig(
-        model_type=shape.model_type,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        **{field: getattr(shape, field) for field in shape.__struct_fields__},
         max_position_embeddings=model.max_context,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope=shape.rope,
-        tie_word_embeddings=shape.tie_word_embeddings,
         initializer_range=model.initializer_range,
-        has_qkv_bias=shape.qkv_bias,
-        has_qk_norm=shape.qk_norm,
-        experts=shape.experts,
         num_mtp_layers=mtp_num_layers or 0,
         num_unused_mtp_layers=model.num_mtp_layers - (mtp_num_layers or 0),
-        mla=shape.mla,
     )
+
+
+def _untrained_biases(shape: ModelShape) -> dict[str, bool]:
+    """Return the biases that the trainer does not have, by key of config.json."""
+    attention, mlps = shape.attention, [layer.mlp for layer in shape.layers]
+    return {
+        "attention_bias": isinstance(attention, Attention) and attention.output_bias,
+        "mlp_bias": any(isinstance(mlp, Mlp) and mlp.bias for mlp in mlps),
+    }
 
 
 def with_value_head(model: HfConfig, *, bias: bool = True) -> HfConfig:
@@ -98,7 +78,7 @@ def with_value_head(model: HfConfig, *, bias: bool = True) -> HfConfig:
         model: configuration of a policy.
         bias: whether the head has a bias. A reward model has none: the loss of a pair does not depend on it.
     """
-    return replace(
+    return msgspec.structs.replace(
         model,
         has_value_head=True,
         has_value_bias=bias,

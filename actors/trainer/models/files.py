@@ -17,7 +17,6 @@ from torch import Tensor
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
-from runtime.models.config import ARCHITECTURES
 from runtime.models.config_keys import IGNORED
 from runtime.models.directory import (
     CONFIG,
@@ -182,7 +181,7 @@ def set_value_head(config: Path, model: HfConfig) -> None:
         return
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
     kind = "ForTokenClassification" if model.has_value_bias else "ForSequenceClassification"
-    named = ARCHITECTURES[model.model_type].replace("ForCausalLM", kind)
+    named = model.architecture.replace("ForCausalLM", kind)
     label = "LABEL_0"  # as transformers names it
     _write_config(config, values | {"architectures": [named], "id2label": {"0": label}, "label2id": {label: 0}})
 

@@ -1,7 +1,7 @@
 """Checks that a parallel layout can hold a model, before a start."""
 
 from actors.trainer.models.config import HfConfig
-from runtime.models.experts import Experts
+from runtime.models.blocks import Experts
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.util.formatting import count_of
 
@@ -13,12 +13,9 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
         ValueError: names the size that does not fit, and what would fit.
     """
     tensor = layout.tensor_model_parallel_size
-    sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
-    if model.mla is not None:  # Megatron-core shards them unless it is configured not to
-        sizes["kv_lora_rank + qk_rope_head_dim"] = model.mla.key_value_rank + model.mla.rotated_dim
-        sizes["q_lora_rank"] = model.mla.query_rank or 0
-    if model.experts is None or not all(model.experts.layers):
-        sizes["intermediate_size"] = model.intermediate_size
+    sizes = {"vocab_size": model.vocab_size}
+    for layer in model.layers:
+        sizes |= dict((*layer.attention.divided(), *layer.mlp.divided()))
     if model.num_mtp_layers:
         sizes["hidden_size"] = model.hidden_size  # output of the MTP layer's projection
     for name, size in sizes.items():
@@ -29,7 +26,7 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
             "(tie_word_embeddings): Megatron-core would have both on the last stage"
         )
     _check_experts(model.experts, layout)
-    _check_stages(model.num_hidden_layers, layout)
+    _check_stages(model.num_layers, layout)
 
 
 def _check_divides(name: str, size: int, ranks: int) -> None:
@@ -46,8 +43,8 @@ def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
             raise ValueError(f"expert_model_parallel_size = {ranks}: the model has no experts to distribute")
         return
     _check_divides("the number of experts", experts.num_experts, ranks)
-    _check_divides("moe_intermediate_size", experts.moe_intermediate_size, of_each)
-    _check_divides("the size of the shared expert", experts.shared_intermediate_size, tensor)
+    _check_divides("moe_intermediate_size", experts.size, of_each)
+    _check_divides("the size of the shared expert", experts.shared_size, tensor)
     if tensor > 1 and not layout.sequence_parallel:
         raise ValueError("sequence_parallel = false: experts with tensor parallelism need sequence_parallel = true")
     if of_each != tensor and ranks == 1:

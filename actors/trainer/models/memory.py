@@ -45,8 +45,8 @@ def activation_bytes(model: HfConfig) -> int:
     """
     inner, experts = model.intermediate_size, model.experts
     if experts is not None:
-        inner = max(inner, experts.num_experts_per_tok * experts.moe_intermediate_size)
-    return model.num_hidden_layers * (5 * model.hidden_size + 3 * inner) * 4
+        inner = max(inner, experts.num_experts_per_tok * experts.size)
+    return model.num_layers * (5 * model.hidden_size + 3 * inner) * 4
 
 
 def tokens_by_memory(model: HfConfig) -> int:

@@ -27,7 +27,7 @@ def shared(
         num_replicas=ranks.data_parallel_size(),
         packed=replica.packed,
         cost=micro_batch_cost(replica.layer_weights),
-        attention=attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights),
+        attention=attention_cost(hf.attention.heads * hf.attention.head_dim, replica.layer_weights),
         rollouts_B=batch.rollouts_B if whole_rollouts else None,
     )
 
@@ -65,7 +65,7 @@ def units_shared(
     if int(prompt_lengths(batch)[samples].sum()) < max(least_saved, 1):
         return None
     hf = replica.hf
-    attention = attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights)
+    attention = attention_cost(hf.attention.heads * hf.attention.head_dim, replica.layer_weights)
     units = units_of(batch, samples, max_tokens=max_tokens, attention=attention)
     lengths = unit_lengths(batch, units)
     if int(np.maximum(batch.lengths_B[samples] - 1, 1).sum() - lengths.sum()) < max(least_saved, 1):

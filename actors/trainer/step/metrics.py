@@ -14,7 +14,6 @@ from actors.trainer.data.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.data.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import hf_shapes
 from runtime.util.pass_rate import pass_rates
 
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
@@ -37,24 +36,16 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
         model: configuration of the model.
         lengths: lengths of the sequences, in tokens.
     """
-    values = model.head_dim if model.mla is None else model.mla.value_dim
-    width = model.num_attention_heads * (model.head_dim + values)
-    weights = _weights_of_a_token(model)
+    hidden = model.hidden_size
+    weights = (1 if model.has_value_head else model.vocab_size) * hidden  # the head's
+    weights += sum(layer.weights_of_a_token(hidden) for layer in model.all_layers)
+    weights += model.num_mtp_layers * 2 * hidden * hidden  # the MTP layer's projection
+    width = sum(layer.attention.score_width for layer in model.layers)
     tokens, pairs = 0, 0.0
     for length in lengths:
         tokens += length
         pairs += length * length / 2
-    return 3.0 * (2.0 * weights * tokens + 2.0 * width * model.num_hidden_layers * pairs)
-
-
-def _weights_of_a_token(model: HfConfig) -> float:
-    """Count the matrix weights that each token is multiplied with."""
-    share = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 0.0
-    count = float((1 if model.has_value_head else model.vocab_size) * model.hidden_size)  # the head's
-    for name, shape in hf_shapes(model).items():
-        if len(shape) == 2 and name.startswith("model.layers.") and not name.endswith("embed_tokens.weight"):
-            count += shape[0] * shape[1] * (share if ".experts." in name else 1.0)
-    return count
+    return 3.0 * (2.0 * weights * tokens + 2.0 * width * pairs)
 
 
 def peak_flops(device: str) -> float | None:

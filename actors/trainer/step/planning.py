@@ -94,7 +94,7 @@ class Planner:
             for replica in range(ranks.data_parallel_size())
         ]
         routed = ranks.own_rows(batch.routed_experts_N, tokens)
-        experts, layers = self._replica.hf.experts, self._replica.hf.num_hidden_layers
+        experts, layers = self._replica.hf.experts, self._replica.hf.num_layers
         expected = 0 if experts is None else layers * experts.num_experts_per_tok
         if routed is None or routed.shape[1] != expected:
             found = "none" if routed is None else routed.shape[1]

@@ -81,7 +81,7 @@ def quantized(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: a value is NaN, infinite, or above the maximum of bfloat16.
 
     Source:
-        DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Its kernel divides by largest / 448 and leaves open the scale of
+        arXiv 2412.19437, section 3.3.2. Its kernel divides by largest / 448 and leaves open the scale of
         a block of zeros. Here it is one, as in transformers.
     """
     blocks = _in_blocks(matrix.detach().to(torch.float32))

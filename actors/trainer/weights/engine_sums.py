@@ -17,8 +17,8 @@ shards a rank holds (its `layers.linear`, `layers.vocab_parallel_embedding` and 
   (On a GPU, key-value heads are replicated instead.)
 
 The tiny engine has one rank and pads nothing. `why_not` rejects models with MLA or shared experts, MTP layers, and
-quantized engines. It also rejects two forms of Qwen3-MoE that SGLang 0.5.23 builds as other models: with a tied head,
-or with layers without experts. (SGLang ignores `mlp_only_layers` and `decoder_sparse_step`.)
+quantized engines. It also rejects two forms of models with experts that SGLang 0.5.23 builds as other models: with a
+tied head, or with layers without experts. (SGLang ignores `mlp_only_layers` and `decoder_sparse_step`.)
 
 Expert, data and pipeline parallelism in the engine shard differently. Engines on GPUs hash differently, and SGLang
 packs matrices on CPUs with AMX. In these cases nothing can be compared, and `layout_of` says so.
@@ -41,10 +41,10 @@ from actors.trainer.weights.export import Work
 from actors.trainer.weights.gathering import Bucket
 from messages import EngineSums
 from runtime.models.checksums import digits_of, engine_checksum
+from runtime.models.family import families
 from runtime.settings.placement import served_dtype
 from runtime.settings.topology import POLICY, Topology, answers_are_recorded
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _DIGITS: Final = 16
 _VOCAB_MULTIPLE: Final = 64
@@ -154,15 +154,16 @@ class SumsSink:
 def why_not(model: HfConfig, layout: Layout) -> str | None:
     """Explain why checksums of a model in a layout cannot be predicted. None: they can."""
     experts = model.experts
-    if model.model_type not in FAMILIES:
-        return f"model_type {model.model_type}: checksums are predicted of {', '.join(FAMILIES)}"
-    if model.mla is not None or (experts is not None and experts.shared_intermediate_size):
+    if not families()[model.model_type].predicts_sums:
+        predicted = ", ".join(name for name, family in families().items() if family.predicts_sums)
+        return f"model_type {model.model_type}: checksums are predicted of {predicted}"
+    if model.mla is not None or (experts is not None and experts.shared_size):
         return f"model_type {model.model_type} with MLA or shared experts"
     if model.num_mtp_layers:
         return "MTP layers, which the engine does not load"
     if experts is not None and model.tie_word_embeddings:
         return "tie_word_embeddings of a model with experts: SGLang has a head of its own there, and does not fill it"
-    if experts is not None and not all(experts.layers):
+    if experts is not None and model.has_dense_layers:
         return "layers without experts in a model with experts: SGLang has experts in each, and does not fill those"
     if layout.dtype not in _DTYPES:
         return f"an engine in {layout.dtype}: checksums are predicted in {', '.join(map(str, _DTYPES))}"
@@ -277,13 +278,13 @@ def _part(tensor: Tensor, sharding: _Sharding, rank: int, layout: Layout) -> Ten
 
 
 def _sharding(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) -> _Sharding:
-    module = name.split(".")[-2]
+    module, size = name.split(".")[-2], model.attention.head_dim
     heads, kv_heads = _heads(model, layout)
     sizes = {
-        "q_proj": heads * model.head_dim,
-        "k_proj": kv_heads * model.head_dim,
-        "v_proj": kv_heads * model.head_dim,
-        "o_proj": heads * model.head_dim,
+        "q_proj": heads * size,
+        "k_proj": kv_heads * size,
+        "v_proj": kv_heads * size,
+        "o_proj": heads * size,
         **dict.fromkeys(_BY_VOCAB, _vocab_size(model, layout)),
     }
     if module in ("gate_proj", "up_proj", "down_proj"):
@@ -296,7 +297,7 @@ def _sharding(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) 
 
 def _heads(model: HfConfig, layout: Layout) -> tuple[int, int]:
     """Return the numbers of query and key-value heads, with padding."""
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    heads, kv_heads = model.attention.heads, model.attention.kv_heads
     if heads % layout.tp_size == 0 and kv_heads % layout.tp_size == 0:
         return heads, kv_heads
     padded = _up_to(kv_heads, layout.tp_size)

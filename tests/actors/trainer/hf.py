@@ -8,22 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.weights.gathering import own_parts, whole_tensors
 from runtime.models.safetensors import SINGLE_FILE
 from tests.actors.trainer.tiny import EXPERTS, TINY
 
-MODELS: dict[str, tuple[Any, Any]] = {
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-}
+
+def classes_of(kind: str) -> tuple[Any, Any]:
+    """The classes of transformers of a model type: its configuration and its causal model."""
+    config: Any = CONFIG_MAPPING[kind]
+    return config, MODEL_FOR_CAUSAL_LM_MAPPING[config]
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
@@ -35,7 +33,7 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
 
 def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noise: float = 0.1, **changes: Any) -> Any:
     """Write a model directory with random weights, norms and biases included; return the model, ready to train."""
-    config_type, model_type = MODELS[kind]
+    config_type, model_type = classes_of(kind)
     settings = {key: value for key, value in deepcopy(TINY).items() if key != "model_type"}  # GLM's config changes it
     settings |= EXPERTS.get(kind, {}) | changes
     if kind == "qwen2":

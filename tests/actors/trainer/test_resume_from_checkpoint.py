@@ -86,7 +86,9 @@ def test_another_run_begins_with_the_same_model_or_a_longer_context(
     assert TrainerRank(other, tmp_path / "other").resume() == 0
     changed = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     (model_dir / "config.json").write_text(json.dumps(TINY | changed))
-    with pytest.raises(ValueError, match=r"of another model: rope\.theta is 10000\.0 in the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"of another model: layers\.0\.attention\.rope\.theta is 10000\.0 in the checkpoint"
+    ):
         TrainerRank(other, tmp_path / "other").resume()
 
 

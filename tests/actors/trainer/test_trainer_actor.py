@@ -423,7 +423,7 @@ async def test_a_model_that_cannot_be_built_is_wrong_input(
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     (error,) = await errors_of(make_topology(), bus, tmp_path / "run")
     assert isinstance(error, InputError)
-    assert "supported: qwen3" in str(error)
+    assert "supported: deepseek_v3" in str(error)
 
 
 async def test_weights_that_no_engine_takes_are_announced_but_not_written(

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.processes import process_specs
+from runtime.models.blocks import Attention, Layer, Mlp
 from runtime.models.config import read_model
+from runtime.models.rope import Rope
 from runtime.settings.devices import ON_CPU
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
@@ -20,16 +22,8 @@ from runtime.settings.torch_threads import VARIABLE, num_sharing, num_torch_thre
 
 ROOT = Path(__file__).parents[3]
 SMALL = read_model(ROOT / "topologies/demo/models/boxed-copy").shape
-SMOLLM = msgspec.structs.replace(
-    SMALL,
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-)
+LAYER = Layer(Attention(heads=9, kv_heads=3, head_dim=64, rope=Rope()), Mlp(size=1536))
+SMOLLM = msgspec.structs.replace(SMALL, vocab_size=49152, hidden_size=576, intermediate_size=1536, layers=(LAYER,) * 30)
 STALE = "rollout.max_staleness=1"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import copy_small_files
 from actors.trainer.preflight import check_model
 from bin import describe_models
-from runtime.models.config import ARCHITECTURES, ModelError, built_keys, read_model
-from runtime.models.config_keys import WITHOUT_EFFECT, config_table, sort_keys
+from runtime.models.config import ModelError, read_model
+from runtime.models.config_keys import WITHOUT_EFFECT, config_table, sort_keys, without_effect
+from runtime.models.family import families
 from runtime.node.checks.context import CheckContext
 from runtime.settings.load import load_topology
 from runtime.settings.plan import draw, plan_of
-from tests.actors.trainer.hf import MODELS, write_model
+from tests.actors.trainer.hf import classes_of, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, config_of
 from tests.runtime.settings.shipped import LAPTOP
 
@@ -46,6 +48,10 @@ def odd(default: Any) -> Any:
     return not default if isinstance(default, bool) else 0.5 if isinstance(default, float) else 3
 
 
+def reads_of(kind: str) -> Mapping[str, Any]:
+    return config_table().reads(families()[kind].architecture)
+
+
 def logits(model: Any) -> torch.Tensor:
     tokens = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -55,7 +61,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def with_keys(model: Any, kind: str, keys: dict[str, Any]) -> Any:
     """Make the same model of transformers from the config with further keys."""
-    config_type, model_type = MODELS[kind]
+    config_type, model_type = classes_of(kind)
     config = config_type.from_dict(json.loads(model.config.to_json_string()) | deepcopy(keys))
     other = model_type(config).float().eval()
     other.load_state_dict(model.state_dict())
@@ -81,7 +87,7 @@ def test_a_stale_table_is_found_and_written(
 
 def test_the_table_has_the_keys_that_the_classes_document() -> None:
     """By hand, from the classes of 5.23: a field, one of the base class, an old name, an alias, and a key of masks."""
-    llama, deepseek = (config_table().reads(ARCHITECTURES[kind]) for kind in ("llama", "deepseek_v3"))
+    llama, deepseek = (reads_of(kind) for kind in ("llama", "deepseek_v3"))
     assert {"mlp_bias", "is_causal", "torch_dtype", "rope_scaling", "per_layer_config", "attention_chunk_size"} <= {
         *llama
     }
@@ -90,11 +96,12 @@ def test_the_table_has_the_keys_that_the_classes_document() -> None:
     assert not {*OF_THE_HUB} & {*llama, *deepseek}
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", families())
 def test_keys_without_effect_and_keys_that_no_class_reads_change_no_logits(tmp_path: Path, kind: str) -> None:
-    model, reads = write_model(tmp_path, kind), config_table().reads(ARCHITECTURES[kind])
-    keys = {key: ODD.get(key, odd(reads[key])) for key in (WITHOUT_EFFECT - {RETURN_TUPLES}) & {*reads}}
-    further = OF_THE_HUB | dict.fromkeys({*config_table().dropped} - WITHOUT_EFFECT, 3)
+    model, reads = write_model(tmp_path, kind), reads_of(kind)
+    silent = WITHOUT_EFFECT | {*families()[kind].without_effect}
+    keys = {key: ODD.get(key, odd(reads[key])) for key in (silent - {RETURN_TUPLES}) & {*reads}}
+    further = OF_THE_HUB | dict.fromkeys({*config_table().dropped} - silent, 3)
     expected = logits(model)
     for each in (further, *({key: value} for key, value in keys.items())):
         torch.testing.assert_close(logits(with_keys(model, kind, each)), expected, rtol=0, atol=1e-5)
@@ -106,12 +113,13 @@ def test_the_comparison_sees_a_key_that_has_an_effect(tmp_path: Path) -> None:
 
 
 def test_no_key_is_called_without_effect_that_no_class_reads_or_that_is_built() -> None:
-    read = {key for kind in ARCHITECTURES.values() for key in config_table().reads(kind)}
-    assert read >= WITHOUT_EFFECT
-    assert not WITHOUT_EFFECT & {key for kind in ARCHITECTURES.values() for key in built_keys(kind) - {"architectures"}}
+    assert {key for kind in families() for key in reads_of(kind)} >= WITHOUT_EFFECT
+    for kind, family in families().items():
+        assert reads_of(kind).keys() >= {*family.without_effect}
+        assert without_effect(family) & family.built_keys <= {"architectures"}
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", families())
 def test_an_ignored_key_is_as_if_it_were_absent_and_one_that_is_built_cannot_be_ignored(
     tmp_path: Path, kind: str
 ) -> None:
@@ -121,7 +129,7 @@ def test_an_ignored_key_is_as_if_it_were_absent_and_one_that_is_built_cannot_be_
     (tmp_path / "config.json").write_text(json.dumps(config_of(kind, **wrong)))
     found = read_model(tmp_path, (*wrong,))
     assert (found.shape, found.ignored_keys, found.unread_keys) == (plain.shape, (*wrong,), plain.unread_keys)
-    for key in sorted(built_keys(ARCHITECTURES[kind])):
+    for key in sorted(families()[kind].built_keys):
         with pytest.raises(ModelError) as refused:
             read_model(tmp_path, (*wrong, key))
         assert [problem.partition(": ")[2] for problem in refused.value.problems] == [
@@ -163,7 +171,7 @@ def test_a_start_names_the_ignored_keys_with_their_values_and_refuses_one_that_i
     )
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", families())
 def test_keys_that_no_class_reads_are_ignored_and_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(kind)))
     plain = read_model(tmp_path)
@@ -176,12 +184,12 @@ def test_keys_that_no_class_reads_are_ignored_and_named(tmp_path: Path, kind: st
 values = st.none() | st.booleans() | st.integers(-3, 9) | st.text("ab", max_size=2) | st.lists(st.integers(0, 3))
 
 
-@given(kind=st.sampled_from([*ARCHITECTURES.values()]), data=st.data())
+@given(kind=st.sampled_from([*families()]), data=st.data())
 def test_a_key_that_a_class_reads_and_that_is_not_built_has_its_default_or_is_refused(kind: str, data: Any) -> None:
-    reads, built = config_table().reads(kind), built_keys(kind)
-    others = sorted({*reads} - built - WITHOUT_EFFECT - {*config_table().dropped, "quantization_config"})
+    reads, family = reads_of(kind), families()[kind]
+    others = sorted({*reads} - family.built_keys - without_effect(family) - {"quantization_config"})
     key, value = data.draw(st.sampled_from(others)), data.draw(values)
-    found = sort_keys({key: value, "of_no_class": value}, kind, built)
+    found = sort_keys({key: value, "of_no_class": value}, family)
     assert found.unread == ("of_no_class",)
     assert [problem.split()[0] for problem in found.problems] == ([] if value == reads[key] else [key])
 
@@ -189,7 +197,7 @@ def test_a_key_that_a_class_reads_and_that_is_not_built_has_its_default_or_is_re
 def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
     wrong: dict[str, Any] = {
         **{"is_causal": False, "quantization_config": {"quant_method": "awq"}, "auto_map": {"AutoModel": "m.X"}},
-        **{"hidden_act": "gelu", "dtype": "int8", "use_sliding_window": True, "max_position_embeddings": 1},
+        **{"hidden_act": "gelu", "dtype": "int8", "layer_types": ["chunked_attention"], "max_position_embeddings": 1},
         **{"num_experts_per_tok": 9, "n_group": 2, "rope_theta": -1.0},
     }
     (tmp_path / "config.json").write_text(json.dumps(config_of("glm4_moe", **wrong) | {"rope_parameters": None}))

@@ -17,10 +17,11 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import copy_small_files
 from actors.trainer.models.shapes import check_weights
-from runtime.models.config import SAME_AS, ModelError, read_model
+from runtime.models.config import ModelError, read_model
+from runtime.models.family import family_of
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
 from tests.actors.tiny_engine.test_tiny_numerics import assert_teacher_forced, request_of, run_out, scheduler_of
-from tests.actors.trainer.hf import MODELS
+from tests.actors.trainer.hf import classes_of
 from tests.actors.trainer.models.test_model_parity import load
 from tests.support.hub_layouts import LAYOUTS, TALK, VOCABULARY, Layout
 
@@ -45,8 +46,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 def written(layout: Layout, directory: Path) -> Any:
     layout.write(directory, quantization_config=None)
     config = json.loads((directory / "config.json").read_text())
-    kind = SAME_AS.get(config["model_type"], config["model_type"])
-    config_type, model_type = MODELS[kind]
+    kind = family_of(config["model_type"], None).model_type
+    config_type, model_type = classes_of(kind)
     torch.manual_seed(3)
     model = model_type(config_type.from_dict(config | {"model_type": kind})).eval()
     with torch.no_grad():

@@ -1,14 +1,14 @@
 """Operations of training, reckoned by hand."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.step.metrics import peak_flops, train_flops
-from runtime.models.experts import Experts
+from runtime.models.blocks import Experts, Layer
 from tests.actors.trainer.tiny import config_of
 
 
@@ -28,10 +28,10 @@ def test_operations_of_a_dense_model_by_hand(tiny: HfConfig) -> None:
 
 def test_of_experts_those_that_a_token_is_routed_to_count(tiny: HfConfig) -> None:
     experts = Experts(
-        layers=(True, False), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, score="softmax",
-        has_bias=False, norm_topk_prob=True,
-    )  # fmt: skip
-    difference = train_flops(replace(tiny, experts=experts), [1]) - train_flops(tiny, [1])
+        num_experts=8, num_experts_per_tok=2, size=24, score="softmax", has_bias=False, norm_topk_prob=True
+    )
+    layers = (Layer(tiny.attention, experts), *tiny.layers[1:])
+    difference = train_flops(replace(tiny, layers=layers), [1]) - train_flops(tiny, [1])
     assert difference == 3 * 2 * (2 * 3 * 16 * 24 + 8 * 16 - 3 * 16 * 32)  # two experts and the router, for one MLP
 
 

@@ -39,7 +39,7 @@ def parts_of(hf: HfConfig, ranks: int) -> list[Part]:
         return whole if cut is None else cut.of(whole)
 
     dims = {"embedding.word_embeddings.weight": 0}
-    for layer in range(hf.num_hidden_layers):
+    for layer in range(hf.num_layers):
         prefix = f"decoder.layers.{layer}."
         dims |= {f"{prefix}self_attention.linear_qkv.weight": 0, f"{prefix}self_attention.linear_proj.weight": 1}
         dims |= {f"{prefix}mlp.linear_fc1.weight": 0, f"{prefix}mlp.linear_fc2.weight": 1}

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE) and multi-latent attention (MLA) of a model, read from config.json."""
+"""Rotary position embedding (RoPE) of a model, read from config.json."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +21,7 @@ class RopeKeys(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None  # transformers 4
     rope_scaling: dict[str, Any] | None = None  # transformers 4
     rope_parameters: dict[str, Any] | None = None  # transformers 5
-    partial_rotary_factor: float | None = None  # default 1, or 0.5 for GLM-4-MoE
+    partial_rotary_factor: float | None = None  # default: the family's
 
 
 class Yarn(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +40,14 @@ class Rope(msgspec.Struct, frozen=True):
 
     theta: float = 10000.0
     share: float = 1.0  # rotated share, from the front of each head
-    factor: float = 1.0  # of Llama 3's scaling; 1: no scaling
+    factor: float = 1.0  # of rope_type "llama3"; 1: no scaling
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    yarn: Yarn | None = None  # replaces Llama 3's scaling
+    yarn: Yarn | None = None  # of rope_type "yarn"
 
     def stretched(self, frequency: float) -> float:
-        """Llama 3's scaling: stretch long wavelengths by `factor`, keep short ones, and interpolate between them.
+        """Scale as rope_type "llama3": stretch long wavelengths by `factor`, keep short ones, interpolate between.
 
         Source:
             transformers, modeling_rope_utils._compute_llama3_parameters.
@@ -135,7 +135,7 @@ def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
 
 
 def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
-    """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and DeepSeek (yarn_apply_mscale) do."""
+    """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and yarn_apply_mscale do."""
     if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
         raise ValueError(f"{other[0]} of rope_type 'yarn' is not supported: it may change what the model computes")
     mscale, all_dim = (_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
@@ -152,68 +152,3 @@ def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
     if not yarn.factor >= 1.0 or yarn.original_max_position_embeddings < 1:
         raise ValueError("factor of rope_type 'yarn' is below 1, or original_max_position_embeddings is not positive")
     return Rope(theta=theta, yarn=yarn)
-
-
-class MlaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Dimensions of MLA: low-rank queries, low-rank keys and values, and a rotated part of each head."""
-
-    query_rank: int | None  # None: queries are projected from the hidden state directly
-    key_value_rank: int
-    plain_dim: int  # part of a head's query and key without RoPE
-    rotated_dim: int  # part with RoPE; the keys' part is shared by all heads
-    value_dim: int
-
-    @property
-    def head_dim(self) -> int:
-        """Dimension of a query or key."""
-        return self.plain_dim + self.rotated_dim
-
-
-class DeepseekV3Attention(msgspec.Struct, frozen=True):
-    """Keys of DeepSeek-V3's attention, with the class's defaults."""
-
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    qk_head_dim: int | None = None  # sum of the two previous sizes, which transformers writes
-    head_dim: int | None = None  # of the part with RoPE
-    v_head_dim: int = 128
-    rope_interleave: bool = True
-
-    def read(self) -> MlaConfig:
-        """Read as transformers does: DeepseekV3Attention.
-
-        Raises:
-            ValueError: a key is unsupported; the text names it.
-        """
-        if problems := [*self._problems()]:
-            raise Unsupported(problems)
-        return MlaConfig(
-            query_rank=self.q_lora_rank,
-            key_value_rank=self.kv_lora_rank,
-            plain_dim=self.qk_nope_head_dim,
-            rotated_dim=self.qk_rope_head_dim,
-            value_dim=self.v_head_dim,
-        )
-
-    def _problems(self) -> Iterator[str]:
-        if self.num_key_value_heads not in (None, self.num_attention_heads):
-            yield (
-                f"num_key_value_heads {self.num_key_value_heads} is not supported with multi-latent attention; "
-                f"supported: num_attention_heads, {self.num_attention_heads}"
-            )
-        if not self.rope_interleave:
-            yield "rope_interleave false is not supported; supported: true"
-        if self.head_dim not in (None, self.qk_rope_head_dim):
-            yield (f"head_dim {self.head_dim} is not supported; supported: qk_rope_head_dim, {self.qk_rope_head_dim}")
-        for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if (size := getattr(self, key)) is not None and size < 1:
-                yield f"{key} {size} is not positive"
-        if self.qk_rope_head_dim % 2:
-            yield f"qk_rope_head_dim {self.qk_rope_head_dim} is not even"
-
-
-MLA_KEYS: Final[dict[str, type[DeepseekV3Attention]]] = {"DeepseekV3ForCausalLM": DeepseekV3Attention}

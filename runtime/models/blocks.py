@@ -1,0 +1,256 @@
+"""Blocks of a decoder: the values that a layer computes with, and the tensors that it has. No torch, no family's name.
+
+A block lists its tensors once, as `Weight`s: the name in the trainer, and the tensors of the files that it is fused of.
+Shapes, loading, export, checksums, counts and the tiny engine's memory follow from this list. The names in the files
+are those that most families use.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from runtime.models.rope import Rope
+
+Shape = tuple[int, ...]
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """A tensor of the trainer, and the tensors of the files that it is fused of, by name.
+
+    The rows of the parts lie in `groups` groups. Each group has the rows of that group of every part, one below the
+    other. With one group the parts are concatenated.
+    """
+
+    name: str
+    parts: Mapping[str, Shape]
+    groups: int = 1
+    joined: str = ""  # name of the parts together in engines; empty: that of the only part
+
+    @property
+    def engine_name(self) -> str:
+        """Name in SGLang and the tiny engine."""
+        return self.joined or next(iter(self.parts))
+
+    def within(self, name: str, of_files: str) -> "Weight":
+        """Prefix the names with those of the module that has the tensor."""
+        parts = {f"{of_files}.{part}": shape for part, shape in self.parts.items()}
+        return Weight(f"{name}.{self.name}", parts, self.groups, f"{of_files}.{self.joined}" if self.joined else "")
+
+
+def within(weights: Iterable[Weight], name: str, of_files: str | None = None) -> Iterator[Weight]:
+    """Prefix the names of a module's tensors: in the trainer, and in the files if they have another one there."""
+    return (weight.within(name, name if of_files is None else of_files) for weight in weights)
+
+
+def norm(name: str, size: int, of_files: str | None = None) -> Weight:
+    """Return the weight of an RMSNorm."""
+    return Weight(f"{name}.weight", {f"{of_files or name}.weight": (size,)})
+
+
+def linear(name: str, part: str, rows: int, columns: int, *, bias: bool = False) -> Iterator[Weight]:
+    """Yield the matrix of a projection, and its bias if it has one."""
+    return fused(name, {part: rows}, columns, bias=bias)
+
+
+def fused(
+    name: str, rows: Mapping[str, int], columns: int, *, joined: str = "", bias: bool = False, groups: int = 1
+) -> Iterator[Weight]:
+    """Yield the matrix of fused projections, and their bias if they have one."""
+    for kind, further in (("weight", (columns,)), ("bias", ()))[: 1 + bias]:
+        parts = {f"{part}.{kind}": (size, *further) for part, size in rows.items()}
+        yield Weight(f"{name}.{kind}", parts, groups, f"{joined}.{kind}" if joined else "")
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Causal attention; several query heads may share a key-value head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False  # an RMSNorm of each head's query and key
+
+    @property
+    def score_width(self) -> int:
+        """Multiplications for a pair of positions: of scores and of values."""
+        return self.heads * 2 * self.head_dim
+
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
+        yield "num_key_value_heads", self.kv_heads
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors. The fused rows are groups: the queries of a key-value head, its key, its value."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q_proj": query, "k_proj": key, "v_proj": key}
+        yield from fused("linear_qkv", rows, hidden, joined="qkv_proj", bias=self.qkv_bias, groups=self.kv_heads)
+        if self.head_norms:
+            yield norm("q_layernorm", self.head_dim, "q_norm")
+            yield norm("k_layernorm", self.head_dim, "k_norm")
+        yield from linear("linear_proj", "o_proj", hidden, query, bias=self.output_bias)
+
+
+class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Multi-latent attention: low-rank queries, low-rank keys and values, and a rotated part of each head."""
+
+    heads: int
+    query_rank: int | None  # None: queries are projected from the hidden state directly
+    key_value_rank: int
+    plain_dim: int  # part of a head's query and key without RoPE
+    rotated_dim: int  # part with RoPE; the keys' part is shared by all heads
+    value_dim: int
+    rope: Rope
+
+    @property
+    def kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Dimension of a query or key."""
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def score_width(self) -> int:
+        """Multiplications for a pair of positions: of scores and of values."""
+        return self.heads * (self.head_dim + self.value_dim)
+
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
+        yield "num_key_value_heads", self.heads
+        yield "kv_lora_rank + qk_rope_head_dim", self.key_value_rank + self.rotated_dim  # Megatron-core asks for it
+        yield "q_lora_rank", self.query_rank or 0
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        query, rank = self.heads * self.head_dim, self.key_value_rank
+        if self.query_rank is None:
+            yield from linear("linear_q_proj", "q_proj", query, hidden)
+        else:
+            yield from linear("linear_q_down_proj", "q_a_proj", self.query_rank, hidden)
+            yield norm("q_layernorm", self.query_rank, "q_a_layernorm")
+            yield from linear("linear_q_up_proj", "q_b_proj", query, self.query_rank)
+        yield from linear("linear_kv_down_proj", "kv_a_proj_with_mqa", rank + self.rotated_dim, hidden)
+        yield norm("kv_layernorm", rank, "kv_a_layernorm")
+        up = self.heads * (self.plain_dim + self.value_dim)
+        yield from linear("linear_kv_up_proj", "kv_b_proj", up, rank)
+        yield from linear("linear_proj", "o_proj", hidden, self.heads * self.value_dim)
+
+
+class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """SwiGLU."""
+
+    size: int
+    bias: bool = False
+
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
+        yield "intermediate_size", self.size
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        rows = {"gate_proj": self.size, "up_proj": self.size}
+        yield from fused("linear_fc1", rows, hidden, joined="gate_up_proj", bias=self.bias)
+        yield from linear("linear_fc2", "down_proj", hidden, self.size, bias=self.bias)
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Mixture of experts (MoE), and how the router chooses and weights them."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    size: int  # of each expert
+    score: str  # of the router's logits: "softmax" or "sigmoid"
+    has_bias: bool  # a per-expert bias that affects the choice only
+    norm_topk_prob: bool  # whether the chosen experts' weights are normalized to sum 1
+    routed_scaling_factor: float = 1.0
+    shared_size: int = 0  # of the shared expert, which every token passes; 0: none
+    num_groups: int | None = None  # expert groups; None: a token's experts are chosen among all
+    num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
+
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Yield nothing: `check_layout` knows which ranks share out experts."""
+        yield from ()
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        yield Weight("router.weight", {"gate.weight": (self.num_experts, hidden)})
+        if self.has_bias:
+            yield Weight("router.expert_bias", {"gate.e_score_correction_bias": (self.num_experts,)})
+        for number in range(self.num_experts):
+            own = Mlp(size=self.size).weights(hidden)
+            yield from within(own, f"experts.local_experts.{number}", f"experts.{number}")
+        if self.shared_size:
+            yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """A decoder layer: attention and an MLP or experts, each after a norm."""
+
+    attention: Attention | Mla
+    mlp: Mlp | Experts
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        yield norm("input_layernorm", hidden)
+        yield from within(self.attention.weights(hidden), "self_attention", "self_attn")
+        yield norm("pre_mlp_layernorm", hidden, "post_attention_layernorm")
+        yield from within(self.mlp.weights(hidden), "mlp")
+
+    def weights_of_a_token(self, hidden: int, *, matrices_only: bool = True) -> int:
+        """Count the weights that each token is multiplied with; it passes only the experts chosen for it."""
+        shapes = (shape for weight in self.weights(hidden) for shape in weight.parts.values())
+        met = sum(math.prod(shape) for shape in shapes if len(shape) == 2 or not matrices_only)
+        if isinstance(self.mlp, Experts):
+            met -= (self.mlp.num_experts - self.mlp.num_experts_per_tok) * 3 * self.mlp.size * hidden
+        return met
+
+
+def mtp_weights(hidden: int) -> Iterator[Weight]:
+    """Yield the tensors of an MTP layer besides those of the decoder layer in it."""
+    yield norm("enorm", hidden)
+    yield norm("hnorm", hidden)
+    yield norm("final_layernorm", hidden, "shared_head.norm")
+    yield from linear("eh_proj", "eh_proj", hidden, 2 * hidden)
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one decoder-only model. Two models with equal shapes can exchange weights."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of layers without experts
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    layers: tuple[Layer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, without MTP layers."""
+        return len(self.layers)
+
+    @property
+    def attention(self) -> Attention | Mla:
+        """Attention of the first layer; sizes of heads are those of all layers."""
+        return self.layers[0].attention
+
+    @property
+    def mla(self) -> Mla | None:
+        """MLA; None: queries, keys and values are projected directly."""
+        return self.attention if isinstance(self.attention, Mla) else None
+
+    @property
+    def experts(self) -> Experts | None:
+        """Experts of the layers that have them; None: no layer has."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return any(isinstance(layer.mlp, Mlp) for layer in self.layers)

@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5: queries, keys and values with biases."""
+
+from runtime.models.blocks import Attention
+from runtime.models.family import Family
+from runtime.models.readers import HeadKeys, MlpKeys
+from runtime.models.rope import Rope
+
+
+class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
+    """Keys of the attention."""
+
+    def block(self, rope: Rope) -> Attention:
+        """Return the block of a layer."""
+        return self.heads(rope, qkv_bias=True, output_bias=False)
+
+
+FAMILY = Family(
+    model_type="qwen2",
+    title="Qwen2, Qwen2.5",
+    architecture="Qwen2ForCausalLM",
+    attention=AttentionKeys,
+    mlp=MlpKeys,
+    without_effect=("sliding_window", "max_window_layers"),
+    on_sglang="yes",
+    predicts_sums=True,
+)

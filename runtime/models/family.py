@@ -1,0 +1,78 @@
+"""Model families: what a declaration has, and the declarations by name.
+
+Each module of `runtime/models/families` has one `FAMILY`. It alone names the family's model types and classes.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import msgspec
+
+from runtime.models import families as declarations
+from runtime.models.readers import AttentionKeys, DecoderKeys, MlpKeys
+
+_NO_CODE: Mapping[str, str] = {}
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """A declaration of a family: its names, the readers of its keys, and what is known of engines that serve it.
+
+    The blocks that the readers make are the model. Keys of config.json that no reader has are refused if transformers'
+    class reads them, unless they have its default.
+    """
+
+    model_type: str  # of transformers
+    title: str  # models of it, for people
+    architecture: str  # class of transformers
+    attention: type[AttentionKeys]
+    mlp: type[MlpKeys]
+    same: tuple[str, ...] = ()  # further model types that are published with this architecture
+    without_effect: tuple[str, ...] = ()  # keys that its class reads, and that change no output of what is built here
+    code: Mapping[str, str] = _NO_CODE  # published code (auto_map) that computes what transformers' class does
+    on_sglang: str = "not tested"  # whether SGLang 0.5.23 serves it on the CPU
+    ignored_by_sglang: Mapping[str, Any] = {}  # keys that SGLang ignores, with the value that it assumes
+    predicts_sums: bool = False  # whether checksums of SGLang's tensors are predicted
+
+    @property
+    def readers(self) -> tuple[type[msgspec.Struct], ...]:
+        """The structs that read config.json."""
+        return DecoderKeys, self.attention, self.mlp
+
+    @property
+    def built_keys(self) -> frozenset[str]:
+        """Keys of config.json that a model is built from, or that are checked for it."""
+        return frozenset(key for reader in self.readers for key in reader.__struct_fields__)
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return the declared families by model type."""
+    names = sorted(module.name for module in iter_modules(declarations.__path__))
+    found: list[Family] = [import_module(f"{declarations.__name__}.{name}").FAMILY for name in names]
+    return {family.model_type: family for family in found}
+
+
+def family_of(kind: str | None, architecture: str | None) -> Family:
+    """Return the family of a model.
+
+    Args:
+        kind: model_type of config.json; None: it names none.
+        architecture: class of transformers for a causal model; None: the model type says it.
+
+    Raises:
+        ValueError: no family is declared for it, or both do not match.
+    """
+    by_type = {name: family for family in families().values() for name in (family.model_type, *family.same)}
+    if architecture is None:
+        if kind not in by_type:
+            raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(by_type)}")
+        return by_type[kind]
+    by_class = {family.architecture: family for family in families().values()}
+    if architecture not in by_class:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(by_class))}")
+    if kind and by_type.get(kind) is not by_class[architecture]:
+        raise ValueError(f"model_type {kind!r} does not match architecture {architecture}")
+    return by_class[architecture]

@@ -1,0 +1,314 @@
+"""Readers of config.json: the keys of each block, and the block that they make. No family's name.
+
+A declaration names a reader of attention and one of MLPs, or derives its own from one. A key that a file lacks has the
+default of transformers' class, unless the default here is None; the others are for this module alone.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from runtime.models.blocks import Attention, Experts, Mla, Mlp
+from runtime.models.problems import Problems, Unsupported
+from runtime.models.rope import Rope, RopeKeys, read_rope
+
+MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, Hugging Face names
+
+
+class DecoderKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of every model that belong to no block."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    architectures: tuple[str, ...] | None = None
+    model_type: str | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    eos_token_id: int | tuple[int, ...] | None = None
+    initializer_range: float = 0.02
+    dtype: str | None = None  # transformers 5
+    torch_dtype: str | None = None  # transformers 4
+
+    @property
+    def weights_dtype(self) -> str:
+        """Dtype of the weights."""
+        return self.dtype or self.torch_dtype or "float32"
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        if min(self.vocab_size, self.hidden_size, self.num_hidden_layers) < 1:
+            yield "sizes must be positive: vocab_size, hidden_size, num_hidden_layers"
+        if not 1 < self.max_position_embeddings <= MAX_CONTEXT:
+            yield f"max_position_embeddings {self.max_position_embeddings} is not in 2..{MAX_CONTEXT}"
+        if self.weights_dtype not in DTYPES:
+            yield f"dtype {self.weights_dtype!r} is not supported; supported: {', '.join(DTYPES)}"
+
+
+class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
+    """Keys of every kind of attention."""
+
+    rope_share: ClassVar[float] = 1.0  # rotated share of a head unless partial_rotary_factor says otherwise
+    rope_type: ClassVar[str] = "llama3"  # supported besides "default"
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None
+
+    def layers(self) -> tuple[Attention | Mla, ...]:
+        """Return the block of each layer, read as transformers does.
+
+        Raises:
+            Unsupported: a key is unsupported; the text names it.
+        """
+        problems = Problems(self.problems())
+        rope = problems.of(lambda: read_rope(self, share=self.rope_share, stretching=self.rope_type))
+        if rope is None or problems:
+            raise Unsupported(problems)
+        return (self.block(rope),) * self.num_hidden_layers
+
+    def block(self, rope: Rope) -> Attention | Mla:
+        """Return the block of a layer."""
+        raise NotImplementedError
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        if other := set(self.layer_types or ()) - {"full_attention"}:
+            yield f"layer_types {min(other)!r} is not supported; supported: 'full_attention'"
+
+
+class HeadKeys(AttentionKeys, frozen=True, kw_only=True):
+    """Keys of attention with heads that are projected directly."""
+
+    hidden_size: int
+    attention_bias: bool = False
+
+    def block(self, rope: Rope) -> Attention:
+        """Return the block of a layer."""
+        return self.heads(rope)
+
+    def heads(self, rope: Rope, **values: bool) -> Attention:
+        """Return the block of a layer, with biases as attention_bias says unless `values` says otherwise."""
+        biases = {"qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        return Attention(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            rope=rope,
+            **biases | values,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if self.num_attention_heads < 1 or self.num_attention_heads % (self.num_key_value_heads or 1):
+            yield "sizes must be positive, and num_key_value_heads must divide num_attention_heads"
+        elif not self.head_dim and self.hidden_size % self.num_attention_heads:
+            yield f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+
+
+class LatentKeys(AttentionKeys, frozen=True, kw_only=True):
+    """Keys of multi-latent attention."""
+
+    rope_type: ClassVar[str] = "yarn"
+    attention_bias: bool = False
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    qk_head_dim: int | None = None  # sum of the two previous sizes, which transformers writes
+    v_head_dim: int = 128
+    rope_interleave: bool = True
+
+    def block(self, rope: Rope) -> Mla:
+        """Return the block of a layer."""
+        return Mla(
+            heads=self.num_attention_heads,
+            query_rank=self.q_lora_rank,
+            key_value_rank=self.kv_lora_rank,
+            plain_dim=self.qk_nope_head_dim,
+            rotated_dim=self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+            rope=rope,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if self.attention_bias:
+            yield "attention_bias is not supported"
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            yield (
+                f"num_key_value_heads {self.num_key_value_heads} is not supported with multi-latent attention; "
+                f"supported: num_attention_heads, {self.num_attention_heads}"
+            )
+        if not self.rope_interleave:
+            yield "rope_interleave false is not supported; supported: true"
+        if self.head_dim not in (None, self.qk_rope_head_dim):  # of the part with RoPE
+            yield f"head_dim {self.head_dim} is not supported; supported: qk_rope_head_dim, {self.qk_rope_head_dim}"
+        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        for key in ("num_attention_heads", *ranks):
+            if (size := getattr(self, key)) is not None and size < 1:
+                yield f"{key} {size} is not positive"
+        if self.qk_rope_head_dim % 2:
+            yield f"qk_rope_head_dim {self.qk_rope_head_dim} is not even"
+
+
+class MlpKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the MLPs of a model without experts."""
+
+    num_hidden_layers: int
+    intermediate_size: int
+    hidden_act: str = "silu"
+
+    @property
+    def num_further_layers(self) -> int:
+        """Number of MTP layers, after the last layer."""
+        return 0
+
+    def layers(self) -> tuple[Mlp | Experts, ...]:
+        """Return the block of each layer, read as transformers does.
+
+        Raises:
+            Unsupported: a key is unsupported; the text names it.
+        """
+        if problems := [*self.problems()]:
+            raise Unsupported(problems)
+        return tuple(self.block(index) for index in range(self.num_hidden_layers))
+
+    def block(self, index: int) -> Mlp | Experts:
+        """Return the block of a layer."""
+        del index
+        return Mlp(size=self.intermediate_size)
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        if self.intermediate_size < 1:
+            yield f"intermediate_size {self.intermediate_size} is not positive"
+        if self.hidden_act != "silu":
+            yield f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'"
+
+
+class ExpertKeys(MlpKeys, frozen=True, kw_only=True):
+    """Keys of experts, whatever their router."""
+
+    moe_intermediate_size: int = 768
+    num_experts_per_tok: int = 8
+    num_local_experts: int | None = None  # alternative name of the number of experts
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float | None = None  # of a loss that transformers adds; trainer.megatron sets its own
+
+    @property
+    def number(self) -> int:
+        """Number of experts."""
+        raise NotImplementedError
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        raise NotImplementedError
+
+    def experts(self) -> Experts:
+        """Return the experts of a layer that has them."""
+        raise NotImplementedError
+
+    def routed(self, **values: Any) -> Experts:
+        """Return experts with the sizes that the keys say, and with other values of the router."""
+        return Experts(
+            num_experts=self.number,
+            num_experts_per_tok=self.num_experts_per_tok,
+            size=self.moe_intermediate_size,
+            norm_topk_prob=self.norm_topk_prob,
+            **values,
+        )
+
+    def block(self, index: int) -> Mlp | Experts:
+        """Return the block of a layer."""
+        return self.experts() if self.is_sparse(index) else Mlp(size=self.intermediate_size)
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if not 1 < self.num_experts_per_tok <= self.number:
+            yield (
+                f"num_experts_per_tok {self.num_experts_per_tok} is not supported; "
+                f"supported: 2 to the number of experts, {self.number}"
+            )
+        if self.moe_intermediate_size < 1:
+            yield f"moe_intermediate_size {self.moe_intermediate_size} is not positive"
+        if self.num_hidden_layers > 0 and not any(map(self.is_sparse, range(self.num_hidden_layers))):
+            yield "no layer has experts: a dense model needs another model_type"
+
+
+class SigmoidExpertKeys(ExpertKeys, frozen=True, kw_only=True):
+    """Keys of experts whose router has sigmoid scores and a bias, after some dense layers; and of MTP layers."""
+
+    n_routed_experts: int = 256
+    n_shared_experts: int | None = 1
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = 1
+    topk_group: int | None = 1
+    first_k_dense_replace: int = 0
+    num_nextn_predict_layers: int | None = None  # MTP layers; a forward pass skips them
+    num_mtp_layers: int | None = None  # alternative name of num_nextn_predict_layers
+
+    @property
+    def num_further_layers(self) -> int:
+        """Number of MTP layers, after the last layer."""
+        return self.num_nextn_predict_layers or self.num_mtp_layers or 0
+
+    @property
+    def number(self) -> int:
+        """Number of experts."""
+        return self.num_local_experts or self.n_routed_experts
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """Number of expert groups, and of those that a token chooses from. None: they do not restrict the choice."""
+        groups = (self.n_group or 1, self.topk_group or 1)
+        return None if groups[0] == groups[1] else groups
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return index >= self.first_k_dense_replace
+
+    def experts(self) -> Experts:
+        """Return the experts of a layer that has them."""
+        groups, of_token = self.groups or (None, None)
+        return self.routed(
+            score="sigmoid",
+            has_bias=True,
+            routed_scaling_factor=self.routed_scaling_factor,
+            shared_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
+            num_groups=groups,
+            num_groups_per_tok=of_token,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if not self.norm_topk_prob:
+            yield "norm_topk_prob false is not supported for a router with sigmoid scores; supported: true"
+        if self.groups is not None:
+            yield from self._group_problems(*self.groups)
+
+    def _group_problems(self, groups: int, of_token: int) -> Iterator[str]:
+        """Yield what does not fit the experts, or makes both rankings of groups differ.
+
+        transformers ranks groups by the sum of their two best scores, Megatron-core by that of their
+        `num_experts_per_tok // topk_group` best scores.
+        """
+        of_each, chosen = self.number // groups, self.num_experts_per_tok
+        if self.number % groups or of_token > groups or of_each < 2 or of_each * of_token < chosen:
+            yield (
+                f"n_group {groups} with topk_group {of_token} does not fit {self.number} experts "
+                f"with num_experts_per_tok {chosen}"
+            )
+        elif chosen // of_token != 2:
+            yield (
+                f"topk_group {of_token} is not supported with num_experts_per_tok {chosen}; "
+                f"supported: n_group, with half of num_experts_per_tok as topk_group"
+            )
