@@ -17,6 +17,7 @@ import msgspec
 from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
 from actors.trainer.models.config import HfConfig, with_value_head
 from runtime.models.directory import ModelError, read_json
+from runtime.models.family import families
 from runtime.report.summary import KeptCheckpoint
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.settings.topology import Topology
@@ -30,6 +31,15 @@ CRITIC: Final = "critic"  # entry of the critic's state; its tensors are saved u
 DAMAGED: Final = "damaged-"  # name prefix of a damaged checkpoint
 WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings", "num_unused_mtp_layers")  # on the computation
 _NAME: Final = re.compile(r"step-(\d{8})")
+_RENAMED: Final = {  # keys of experts, in the version before and now
+    "moe_intermediate_size": "size",
+    "shared_intermediate_size": "shared_size",
+}
+_KEPT: Final = (  # keys of a model that the version before had too
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "tie_word_embeddings"),
+    *("max_position_embeddings", "initializer_range", "num_mtp_layers", "num_unused_mtp_layers"),
+    *("has_value_head", "has_value_bias"),
+)
 _MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
 
 
@@ -150,12 +160,8 @@ def _damage_of(path: Path, *, thorough: bool) -> str | None:
     return damage
 
 
-class EarlierVersion(ValueError):
-    """An earlier version of the trainer wrote the checkpoint."""
-
-
-def _too_old(path: Path) -> EarlierVersion:
-    return EarlierVersion(f"{path} was written by an earlier version of the trainer, and is no longer read")
+def _too_old(path: Path) -> ValueError:
+    return ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
 
 
 def _is_of_earlier_version(path: Path) -> bool:
@@ -350,17 +356,61 @@ def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:
     return path, saved_run(path)
 
 
+def in_layers(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a model in a checkpoint as this version writes it: layer by layer.
+
+    Args:
+        model: a description of this version, which is returned as it is, or of the version before.
+    """
+    if "layers" in model:
+        return model
+    experts = model["experts"]
+    layers = [
+        {"attention": _attention(model), "mlp": _experts(experts) if has_experts else _mlp(model)}
+        for has_experts in (experts["layers"] if experts else model["num_hidden_layers"] * [False])
+    ]
+    architecture = families()[model["model_type"]].architecture
+    return {**{key: model[key] for key in _KEPT if key in model}, "architecture": architecture, "layers": layers}
+
+
+def _attention(model: dict[str, Any]) -> dict[str, Any]:
+    heads, mla = {"heads": model["num_attention_heads"], "rope": model["rope"]}, model["mla"]
+    if mla:
+        return {"type": "Mla", **heads, **mla}
+    return {
+        "type": "Attention",
+        **heads,
+        "kv_heads": model["num_key_value_heads"],
+        "head_dim": model["head_dim"],
+        "qkv_bias": model["has_qkv_bias"],
+        "head_norms": model["has_qk_norm"],
+    }
+
+
+def _mlp(model: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Mlp", "size": model["intermediate_size"]}
+
+
+def _experts(experts: dict[str, Any]) -> dict[str, Any]:
+    values = {_RENAMED.get(key, key): value for key, value in experts.items() if key != "layers"}
+    return {"type": "Experts", **values}
+
+
 def saved_run(path: Path) -> SavedRun:
     """Read the metadata of a checkpoint.
 
     Raises:
-        ValueError: the file cannot be read, or an earlier version wrote it.
+        ValueError: the file cannot be read.
     """
     try:
-        if "layers" not in read_json(path, RUN_FILE, dict[str, Any]).get("model", {}):
-            raise _too_old(path)
-        return read_json(path, RUN_FILE, SavedRun)
-    except ModelError as error:
+        saved = read_json(path, RUN_FILE, dict[str, Any])
+        for role in ("model", "critic"):
+            if saved.get(role):
+                saved[role] = in_layers(saved[role])
+        return msgspec.convert(saved, SavedRun)
+    except KeyError as error:
+        raise ValueError(f"{path / RUN_FILE} cannot be read: {error} is missing in the model") from error
+    except (ModelError, msgspec.ValidationError) as error:
         raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error
 
 

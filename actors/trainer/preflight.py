@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from actors.trainer.checkpoints import EarlierVersion, beginning_of, newest_of_run
+from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, critic_model, trained_model
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights
@@ -129,9 +129,6 @@ def _resumed(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> It
     """Check that the run's newest checkpoint fits its model. The start sets an unreadable checkpoint aside."""
     try:
         newest = newest_of_run(Path(topology.run.dir) / topology.run.name)
-    except EarlierVersion as error:
-        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
-        return
     except ValueError:
         return
     try:
