@@ -76,12 +76,12 @@ def test_all_keys_of_megatrons_layout_are_flags_of_megatron() -> None:
 
 def test_every_recipe_key_with_a_name_of_slime_is_in_the_table() -> None:
     by_rule = {key for rule in from_slime().rules for name in rule.names if (key := rule.answer_for(name).key)}
-    unnamed = {"rollout.max_attempts", "rollout.max_barren_groups", "rollout.custom_sampling"}  # ours alone
+    ours_alone = {"max_attempts", "max_barren_groups", "custom_sampling", "nodes"}  # of rollout
     for table in ("rollout", "algorithm", "optimizer"):
         for name in keys_of(type_at(Topology, [table])):
             if choices(type_at(Topology, [table, *name.split(".")])) or name.endswith((".function", ".mode")):
                 continue  # its `type` has a row; what a function of slime is told
-            assert f"{table}.{name}" in {*KEYS, *by_rule, *unnamed}
+            assert f"{table}.{name}" in {*KEYS, *by_rule, *(f"rollout.{key}" for key in ours_alone)}
 
 
 def test_a_flag_of_a_family_is_answered_by_its_longest_rule() -> None:
