@@ -12,7 +12,7 @@ LOOK_S: Final = 0.05  # seconds between two checks for the file
 
 
 def halves(gate: Path) -> Path:
-    """The file with a line for each start of the function that reached its middle."""
+    """The file with a line for each start of the function that reached its middle: train step, process id."""
     return gate.with_name("halves")
 
 
@@ -24,7 +24,7 @@ async def half_of_them(evaluation: Any) -> None:
             tasks.start_soon(evaluation.sample, item)
     gate = Path(os.environ[GATE])
     with halves(gate).open("a") as file:
-        file.write(f"{evaluation.step}\n")
+        file.write(f"{evaluation.step} {os.getpid()}\n")
     with anyio.fail_after(LIMIT_S):
         while not await anyio.Path(gate).exists():  # noqa: ASYNC110 - another process makes the file
             await anyio.sleep(LOOK_S)

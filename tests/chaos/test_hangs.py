@@ -36,6 +36,10 @@ LINES = {  # by words of a row: the tests that make it hang
         "test_filter_actor.py::test_a_filter_that_hangs_costs_its_group_alone",
         "test_source_class.py::test_a_class_that_hangs_is_killed_with_what_it_started",
     ),
+    "a rollout actor that was replaced meanwhile, on another machine or with external engines": (
+        "test_ownership.py::test_the_later_process_has_the_engine_and_the_earlier_one_may_call_it_no_more",
+        "test_ownership.py::test_a_call_of_an_actor_that_stood_still_changes_nothing_for_its_successor",
+    ),
     "the whole run": ("test_stalls.py::test_the_agent_shows_a_stall_in_a_line",),
 }
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from messages import ActorExited, BatchReady, EvalIssued, StatsGiven, StatsRequested, WeightsApplied
+from messages import ActorExited, BatchReady, EvalIssued, StatsGiven, StatsRequested
 from runtime.data.dump_files import read_pair, steps_in
 from tests.chaos import evaluation_function
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, NUM_SAMPLES, Command, Run, moments_of
-from tests.chaos.test_twins import by_hand
+from tests.chaos.test_twins import TWO_ROLLOUTS
 from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -107,31 +107,33 @@ async def test_processes_are_killed_while_an_evaluation_function_runs(
 
     Its answers count once.
     """
-    gate, names = tmp_path / "gate", ["rollout", "buffer", "engine.policy.0"]
+    gate = tmp_path / "gate"
     monkeypatch.setenv(evaluation_function.GATE, str(gate))
     overrides = (
         f"eval.0.custom_evaluation={evaluation_function.__file__}:half_of_them",
         f"eval.0.custom_metrics={GRADERS}:count",
         "eval.0.n_samples_per_eval_prompt=2",
+        *TWO_ROLLOUTS,
     )
     run, halves = Run(tmp_path, num_steps=3, eval_interval=2, overrides=overrides), evaluation_function.halves(gate)
 
-    def starts() -> int:
-        return len(halves.read_text().split()) if halves.exists() else 0
+    def starts() -> list[list[str]]:
+        return [line.split() for line in halves.read_text().splitlines()] if halves.exists() else []
 
     async with run.started() as command:
+        await command.log.until(lambda _: {"rollout.0", "rollout.1"} <= command.log.pids.keys())
         await command.log.until(lambda event: isinstance(event, EvalIssued))
-        await eventually(lambda: starts() == 1, timeout_s=EVENT_S)
-        with by_hand(run, "rollout", WORLD_SIZE="2", RANK="1"):
-            await command.log.until(lambda event: isinstance(event, WeightsApplied) and event.instance == "rollout.1")
-            command.log.kill("rollout")
-            await eventually(lambda: starts() == 2, timeout_s=EVENT_S)
-            for name in names[1:]:
-                command.log.kill(name)
-            gate.touch()
-            await finish(run, command)
+        await eventually(lambda: len(starts()) == 1, timeout_s=EVENT_S)
+        by_pid = {str(pid): name for name, pid in command.log.pids.items()}
+        names = [by_pid[starts()[0][1]], "buffer", "engine.policy.0"]
+        command.log.kill(names[0])
+        await eventually(lambda: len(starts()) == 2, timeout_s=EVENT_S)
+        for name in names[1:]:
+            command.log.kill(name)
+        gate.touch()
+        await finish(run, command)
     await audit(run, killed=names)
-    assert halves.read_text().split() == ["0", "0", "2", "3"]
+    assert [step for step, _ in starts()] == ["0", "0", "2", "3"]
     of_set, num_asked = f"eval/{run.topology.eval[0].name}", EVAL_ITEMS // 2
     found = [
         (row[f"{of_set}/samples"], row[f"{of_set}/prompts"], row[f"{of_set}-not_asked"])
