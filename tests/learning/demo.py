@@ -227,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="DIR", help="also write a dated page into DIR")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="also write the curve between the marks of FILE")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a run ends with this command
     args.resume.mkdir(parents=True, exist_ok=True)
     settings = list(args.set)
     if not any(word.startswith("model.hf_checkpoint=") for word in settings):
