@@ -23,6 +23,7 @@ from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, stream_sizes
 from runtime.settings.topology import POLICY, Topology, answers_are_recorded, chooser_of, grader_names
+from runtime.util.proc import BEGUN, stat_of
 from runtime.util.secrets import Login, kept_secret, read_login
 
 BUS_DIRECTORY = "bus"  # in the run directory
@@ -135,6 +136,6 @@ def bus_login(topology: Topology, options: StartOptions) -> Login | None:
 
 def _command_started() -> float:
     """Return the Unix time at which this process started, including any program that exec replaced."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(stat_of("self")[BEGUN])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s

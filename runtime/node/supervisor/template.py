@@ -1,6 +1,5 @@
 """Starts processes as forks of a template process, which has imported what they need; see template_process.py."""
 
-import ctypes
 import json
 import os
 import signal
@@ -20,7 +19,9 @@ from runtime.node.supervisor.heartbeats import STOPPED
 from runtime.node.supervisor.spawn import Child, Guard, dying_with
 from runtime.settings.devices import HIDDEN, ON_CPU
 from runtime.settings.processes import OURS, ProcessSpec
+from runtime.util.descendants import set_subreaper
 from runtime.util.errors import flatten
+from runtime.util.proc import STATE, stat_of
 
 log = structlog.get_logger()
 
@@ -28,7 +29,6 @@ LIMIT_S: Final = 60.0  # for an answer: imports on a busy machine take long
 LOOK_S: Final = 0.25  # between two looks whether the template is stopped
 REAP_S: Final = 3.0  # for the end of killed processes
 REAP_EVERY_S: Final = 0.01
-PR_SET_CHILD_SUBREAPER: Final = 36
 PROGRAM: Final = "from runtime.node.supervisor.template_process import main; main({})"
 READY: Final = "ready"  # answer of the template
 MAX_ANSWER_BYTES: Final = 1 << 16
@@ -36,8 +36,6 @@ MAX_ANSWER_BYTES: Final = 1 << 16
 READ_LATE: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", *ON_CPU})
 OWN_VARIABLES: Final = "PHYSARUM_"
 INHERITED: Final = ("Umask:", "SigBlk:", "SigIgn:", "NoNewPrivs:")  # lines of /proc/self/status
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Failed(Exception):
@@ -277,7 +275,7 @@ class Template:
                     if answer := channel.recv(MAX_ANSWER_BYTES):
                         return answer
                     raise _Failed("it ended")
-                if _state_of(self._process.pid) in STOPPED:
+                if _is_stopped(self._process.pid):
                     raise _Failed("it is stopped")
         raise _Failed(f"it gave no answer within {self.limit_s:g} s")
 
@@ -334,11 +332,11 @@ async def send_request(gate: socket.socket, request: _Request, output: int) -> N
 @contextmanager
 def _adopting() -> Generator[None]:
     """Become the parent of processes below this one whose parent ends; for a moment, since no others are waited for."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    set_subreaper()
     try:
         yield
     finally:
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        set_subreaper(is_one=False)
 
 
 def _may_be_forked(command: Sequence[str]) -> bool:
@@ -357,8 +355,8 @@ def _conditions() -> tuple[object, ...]:
         return ()
 
 
-def _state_of(pid: int) -> str:
+def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return stat_of(pid)[STATE] in STOPPED
     except OSError:
-        return ""
+        return False

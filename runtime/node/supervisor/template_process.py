@@ -1,7 +1,7 @@
 """The template process: imports what a node's processes need, once, and forks them. Started by template.py.
 
 It has one thread, no port, no device and no secret: a forked process gets its environment from the node daemon itself.
-It uses only the standard library, so that it loads nothing that the processes would not load.
+It loads nothing but the standard library, and of this project what needs nothing else: the processes load more anyway.
 """
 
 import ctypes
@@ -19,7 +19,9 @@ import socket
 import sys
 from typing import Any, Final, NamedTuple
 
-PR_SET_PDEATHSIG: Final = 1
+from runtime.util.descendants import set_parent_death_signal
+from runtime.util.proc import stat_of
+
 MMAP_THRESHOLD: Final = "MALLOC_MMAP_THRESHOLD_"
 M_MMAP_THRESHOLD: Final = -3
 PR_SET_MM: Final = 35
@@ -174,7 +176,7 @@ def _wait_for_parent(between: int, daemon: int) -> None:
     """
     select.select([between], [], [])
     os.close(between)
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != daemon:
         os._exit(1)
 
@@ -235,7 +237,7 @@ def _show_as(command: list[str], environment: dict[str, str], *, try_only: bool 
     Raises:
         OSError: it does not.
     """
-    fields = [int(field) for field in _stat()]
+    fields = [0, *map(int, stat_of("self")[1:])]  # 0 for the state, a letter
     _libc.sbrk.restype = ctypes.c_void_p
     layout = _MemoryMap(
         *fields[23:25],  # code
@@ -262,10 +264,3 @@ def _show_as(command: list[str], environment: dict[str, str], *, try_only: bool 
     size = ctypes.sizeof(layout)
     if _libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(size), ctypes.c_ulong(0)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _stat() -> list[str]:
-    """The fields of /proc/self/stat from the third on; a character stands for the state."""
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return ["0", *fields[1:]]
