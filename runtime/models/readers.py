@@ -4,7 +4,7 @@ A declaration names a reader of attention and one of MLPs, or derives its own fr
 default of transformers' class, unless the default here is None; the others are for this module alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -84,22 +84,19 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
 class HeadKeys(AttentionKeys, frozen=True, kw_only=True):
     """Keys of attention with heads that are projected directly."""
 
+    without_keys: ClassVar[Mapping[str, bool]] = {}  # values of the block that follow from the family, not from a key
     hidden_size: int
     attention_bias: bool = False
 
     def block(self, rope: Rope) -> Attention:
         """Return the block of a layer."""
-        return self.heads(rope)
-
-    def heads(self, rope: Rope, **values: bool) -> Attention:
-        """Return the block of a layer, with biases as attention_bias says unless `values` says otherwise."""
-        biases = {"qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        biases: Mapping[str, bool] = {"qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
         return Attention(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads or self.num_attention_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
             rope=rope,
-            **biases | values,
+            **{**biases, **self.without_keys},
         )
 
     def problems(self) -> Iterator[str]:

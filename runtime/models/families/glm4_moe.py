@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import msgspec
+
 from runtime.models.blocks import Attention
 from runtime.models.family import Family
 from runtime.models.readers import HeadKeys, SigmoidExpertKeys
@@ -12,11 +14,12 @@ class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
     rope_share: ClassVar[float] = 0.5
+    without_keys: ClassVar = {"output_bias": False}
     use_qk_norm: bool = False
 
     def block(self, rope: Rope) -> Attention:
         """Return the block of a layer."""
-        return self.heads(rope, output_bias=False, head_norms=self.use_qk_norm)
+        return msgspec.structs.replace(super().block(rope), head_norms=self.use_qk_norm)
 
 
 FAMILY = Family(

@@ -1,17 +1,15 @@
 """Qwen2 and Qwen2.5: queries, keys and values with biases."""
 
-from runtime.models.blocks import Attention
+from typing import ClassVar
+
 from runtime.models.family import Family
 from runtime.models.readers import HeadKeys, MlpKeys
-from runtime.models.rope import Rope
 
 
 class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
-    def block(self, rope: Rope) -> Attention:
-        """Return the block of a layer."""
-        return self.heads(rope, qkv_bias=True, output_bias=False)
+    without_keys: ClassVar = {"qkv_bias": True, "output_bias": False}
 
 
 FAMILY = Family(

@@ -1,19 +1,16 @@
 """Qwen3: a norm of each head's query and key."""
 
-from runtime.models.blocks import Attention
+from typing import ClassVar
+
 from runtime.models.family import Family
 from runtime.models.readers import HeadKeys, MlpKeys
-from runtime.models.rope import Rope
 
 
 class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
+    without_keys: ClassVar = {"head_norms": True}
     head_dim: int | None = 128
-
-    def block(self, rope: Rope) -> Attention:
-        """Return the block of a layer."""
-        return self.heads(rope, head_norms=True)
 
 
 FAMILY = Family(

@@ -1,19 +1,17 @@
 """Qwen3-MoE: a norm of each head's query and key, and experts of a softmax router in some layers."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
-from runtime.models.blocks import Attention, Experts
+from runtime.models.blocks import Experts
 from runtime.models.family import Family
 from runtime.models.readers import ExpertKeys, HeadKeys
-from runtime.models.rope import Rope
 
 
 class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
-    def block(self, rope: Rope) -> Attention:
-        """Return the block of a layer."""
-        return self.heads(rope, head_norms=True)
+    without_keys: ClassVar = {"head_norms": True}
 
 
 class MlpKeys(ExpertKeys, frozen=True, kw_only=True):
