@@ -408,8 +408,8 @@ def saved_run(path: Path) -> SavedRun:
             if saved.get(role):
                 saved[role] = in_layers(saved[role])
         return msgspec.convert(saved, SavedRun)
-    except KeyError as error:
-        raise ValueError(f"{path / RUN_FILE} cannot be read: {error} is missing in the model") from error
+    except (KeyError, TypeError) as error:  # in a description of the version before
+        raise ValueError(f"{path / RUN_FILE} cannot be read: it describes no model: {error!r}") from error
     except (ModelError, msgspec.ValidationError) as error:
         raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.trainer.checkpoints import in_layers
+from actors.trainer.checkpoints import RUN_FILE, in_layers, saved_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from tests.actors.trainer.hf import write_model, write_mtp_model
 
@@ -49,3 +49,10 @@ def test_a_model_that_was_described_as_a_whole_is_described_by_its_layers(
     assert msgspec.convert(in_layers(earlier), HfConfig) == model
     of_today = msgspec.to_builtins(model)
     assert in_layers(of_today) is of_today
+
+
+@pytest.mark.parametrize("model", [5, {}, {**DENSE, "model_type": "none"}, {**DENSE, "experts": 5}, {"layers": 5}])
+def test_a_checkpoint_that_describes_no_model_is_refused_in_words(model: object, tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode({"model": model}))
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        saved_run(tmp_path)
