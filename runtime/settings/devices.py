@@ -18,7 +18,7 @@ MOUNTED: Final = "NVIDIA_VISIBLE_DEVICES"  # GPUs of a container: "all", indices
 SLURM_COUNT: Final = "SLURM_GPUS_ON_NODE"  # of the job, on this node
 HIDDEN: Final = {NVIDIA: "", AMD: ""}  # environment of a process that must not see a GPU
 KEPT_PRODUCTS: Final = "64"  # shapes of a product of matrices; a step repeats few in all layers
-ON_CPU: Final = {  # environment of a process of ours that computes on the CPU
+ON_CPU: Final = {  # environment of actors and tiny engines that compute on the CPU
     **HIDDEN,
     # oneDNN, which computes in bfloat16, keeps 0.6 MB for each shape, and ideep in torch keeps the same again: without
     # a limit 1,024 of them, and batches differ in shape.

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory of SmolLM2-135M-Instruct; default: the package's")
     parser.add_argument("--dtype", choices=tuple(TARGETS), default="bfloat16", help="of both sides (default bfloat16)")
-    parser.add_argument("--threads", type=int, default=cores, help="of their torch, and of ours (default: all cores)")
+    parser.add_argument("--threads", type=int, default=cores, help="of torch, on both sides (default: all cores)")
     parser.add_argument("--ours-threads", type=int, help="of our torch, if others than theirs")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a turn (default 10)")
     parser.add_argument("--turns", type=int, default=2, help="of each side (default 2)")

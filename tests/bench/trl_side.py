@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on the sums of recipes/sums.toml: seconds between optimizer steps. Runs in .venv-trl; prints JSON.
 
-Run by bench_trl.py: trl_side.py JSON, with the settings as one JSON object. Nothing of ours is imported but the reward.
+Run by bench_trl.py: trl_side.py JSON, with the settings as one JSON object. Of this project it imports the
+reward alone.
 """
 
 import json

@@ -15,7 +15,7 @@ from actors.rollout.engines.failures import AfterRefusal, RecentCrashes, Refusal
 from actors.rollout.engines.memory import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter, wait_until
-from actors.rollout.engines.serving import Serving
+from actors.rollout.engines.serving import Serving, no_others
 from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.engines.target import FleetTarget, RollingUpdate
 from actors.rollout.engines.weights.files import UNCHECKED, CopyRefused, FileSource, WeightsDamaged
@@ -44,10 +44,6 @@ class Kill(Protocol):
 
 class WeightsNotTaken(InputError):
     """No engine takes the weights, also after restarts; another start of the rollout actor would not help."""
-
-
-async def _nobody(_version: int) -> bool:
-    return False
 
 
 class Fleet:
@@ -79,7 +75,7 @@ class Fleet:
         self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of, self.doing)
         self._refusals: dict[str, RefusalCounter] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
-        self._others_hold: Callable[[int], Awaitable[bool]] = _nobody
+        self._others_hold: Callable[[int], Awaitable[bool]] = no_others
 
     @property
     def target_version(self) -> int:

@@ -17,7 +17,8 @@ from messages import EngineLoad, EngineState
 log = structlog.get_logger()
 
 
-async def _nobody() -> bool:
+async def no_others(*_: object) -> bool:
+    """Answer for the engines of other rollout actors where there are none."""
     return False
 
 
@@ -50,7 +51,7 @@ class Serving:
         self.crashes = crashes
         self.outcomes = RequestOutcomes()
         self.is_held = False  # requests wait although engines are up
-        self.others_answer: Callable[[], Awaitable[bool]] = _nobody  # engines of other rollout actors
+        self.others_answer: Callable[[], Awaitable[bool]] = no_others  # engines of other rollout actors
         self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
 
     @property

@@ -18,9 +18,8 @@ PROGRAM: Final = 327 << 20  # bytes: Python, torch and Megatron-core, once impor
 PRODUCTS: Final = 48 << 20  # bytes that oneDNN keeps for products in bfloat16 (KEPT_PRODUCTS in settings/devices.py)
 HEAD_ROWS: Final = 256  # positions whose logits are computed at a time
 HEAD_COPIES: Final = 3.5  # of these logits, in float32: kept ones, exponentials, gradients
-HALF_HEAD_BYTES: Final = (
-    6.5  # in bfloat16, for each weight of the head: its gradient, the embedding's, and a reordered copy
-)
+# In bfloat16, bytes for each weight of the head: its gradient, the embedding's, and a reordered copy.
+HALF_HEAD_BYTES: Final = 6.5
 HALF_ACTIVATIONS: Final = 2 / 3  # in bfloat16, of `activation_bytes`
 
 
