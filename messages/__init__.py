@@ -39,30 +39,21 @@ from messages.engines import (
 )
 from messages.events import (
     MAX_PROBE_TOKENS,
-    ActorExited,
-    ActorStarted,
     BatchTrained,
     CheckpointRequested,
     CheckpointSaved,
     CheckpointSetAside,
-    DeadLetter,
     EngineChecksum,
     EngineUpdate,
     EvalCompleted,
-    EventLoopBlocked,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
     LogTrimmed,
-    MessageDeadLettered,
-    NodeLeft,
     Outcome,
     PairsEvaluated,
     PayloadsMissing,
     PromptsLoaded,
-    RunStalled,
-    RunStopped,
-    ScoreRequestsLost,
     SegmentsSpilled,
     SelectionFailed,
     TrainerStarted,
@@ -89,6 +80,17 @@ from messages.ledger import (
     SnapshotTaken,
 )
 from messages.phases import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
+from messages.run_events import (
+    ActorExited,
+    ActorStarted,
+    DeadLetter,
+    EventLoopBlocked,
+    MessageDeadLettered,
+    NodeLeft,
+    RunStalled,
+    RunStopped,
+    ScoreRequestsLost,
+)
 from messages.samples import (
     EngineLoad,
     EngineNumbers,

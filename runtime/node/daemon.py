@@ -41,7 +41,7 @@ from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready, Silent
-from runtime.node.supervisor.supervisor import Supervision
+from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import Tier
 from runtime.settings.tables.observe import PAGE, PAGE_FILE

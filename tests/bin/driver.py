@@ -15,7 +15,7 @@ from typing import Any
 
 from bin.start_topology import main
 from runtime.node import daemon
-from runtime.node.supervisor import supervisor
+from runtime.node.supervisor import supervision
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology
 
@@ -48,5 +48,5 @@ if __name__ == "__main__":
     if moment := os.environ.get("KILL_AT"):
         kill_at(*moment.split(":"))
     if stop_s := os.environ.get("STOP_S"):
-        supervisor.STOP_WITHIN_S = daemon.STOP_DEADLINE_S = float(stop_s)
+        supervision.STOP_WITHIN_S = daemon.STOP_DEADLINE_S = float(stop_s)
     sys.exit(main(specs_of=players))

@@ -20,7 +20,7 @@ from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.served_model import ServedModel
 from messages import ActorExited
 from runtime.node.supervisor.state_changes import Change, Exited, Ready
-from runtime.node.supervisor.supervisor import Supervision
+from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.processes import ProcessSpec
 from tests.support.rollout import announcement
 from tests.support.sampled import generate

@@ -16,7 +16,7 @@ from runtime.bus.bus import Bus
 from runtime.node import group_starts as group_starts_module
 from runtime.node.group_starts import GroupStarts, Standing, Starts, group_starts
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Started
-from runtime.node.supervisor.supervisor import Supervision
+from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.processes import ProcessSpec, RestartGroupSpec
 from tests.fixtures.nats import NatsServer, eventually
 from tests.runtime.node.supervisor.test_restart_group import meetings, part

@@ -17,7 +17,7 @@ import pytest
 
 from runtime.node.supervisor.restarts import RestartBudget
 from runtime.node.supervisor.state_changes import Change, Exited, GivenUp, Ready, Started
-from runtime.node.supervisor.supervisor import Supervision
+from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.processes import (
     AnswersHttp,
     NotReady,

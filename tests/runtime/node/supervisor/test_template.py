@@ -17,7 +17,7 @@ from anyio import wait_all_tasks_blocked
 
 from runtime.node.supervisor import guardian, template
 from runtime.node.supervisor.state_changes import Change, Exited, Started
-from runtime.node.supervisor.supervisor import Supervision
+from runtime.node.supervisor.supervision import Supervision
 from runtime.node.supervisor.template import Forked
 from runtime.settings.devices import ON_CPU
 from runtime.settings.processes import OURS, ProcessSpec, SendsHeartbeats
