@@ -1,4 +1,4 @@
-"""The event plane: what becomes of a run's processes, its nodes, and messages that nobody could read."""
+"""The event plane: what becomes of a run's processes, its nodes, and messages that no process could read."""
 
 from messages.base import Message, Plane, register
 
