@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 from aiohttp import web
 
 from runtime.bus.addresses import host_port
+from runtime.http.connections import SCHEME, has_secret
 from runtime.settings.placement import is_loopback
 
 TICKET_S: Final = 30.0  # in which a ticket is used
 MAX_TICKETS: Final = 256  # not used yet; beyond, the oldest one is not valid any more
-SCHEME: Final = "Bearer "
 
 
 class Address(NamedTuple):
@@ -75,9 +75,8 @@ class Access:
 
     def allows(self, request: web.Request) -> bool:
         """Whether a request has the secret or a ticket, which is not valid any more afterwards."""
-        given = request.headers.get("Authorization", "")
-        if given.startswith(SCHEME):
-            return secrets.compare_digest(_bytes_of(given.removeprefix(SCHEME)), self.secret().encode())
+        if request.headers.get("Authorization", "").startswith(SCHEME):
+            return has_secret(request, self.secret())
         secret, until = self._tickets.pop(request.query.get("ticket", ""), ("", 0.0))
         return secret == self.secret() and asyncio.get_running_loop().time() < until
 
@@ -94,7 +93,3 @@ def is_foreign(request: web.Request) -> bool:
     """Whether a request is for another host name. A foreign page may have had that name resolved to this machine."""
     host, colon, port = request.host.rpartition(":")
     return not is_loopback(host if colon and port.isdigit() else request.host)
-
-
-def _bytes_of(header: str) -> bytes:
-    return header.encode(errors="surrogateescape")  # aiohttp keeps bytes that are not UTF-8 in this way

@@ -19,13 +19,13 @@ import psutil
 from aiohttp import web
 from anyio.lowlevel import checkpoint
 
-from actors.observer.connections import served as served_at
 from actors.observer.exposition import COUNTER, GAUGE, OPENMETRICS, TEXT, Family, Labels, families_of, rendered
 from actors.observer.observed import Observed
 from actors.observer.observing import observing
 from actors.observer.page import observed_of
 from runtime.bus.addresses import NODE_VARIABLE, split_host_port
 from runtime.bus.errors import BusError
+from runtime.http.connections import served as served_at
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.reopen import FoundRun, NoLog, find_run
 from runtime.process.main import spare_the_collector

@@ -14,8 +14,6 @@ import msgspec
 from aiohttp import web
 
 from actors.observer.access import Access, Address, is_foreign
-from actors.observer.connections import Handler, trust
-from actors.observer.connections import served as served_at
 from actors.observer.health import health_of
 from actors.observer.observed import Observed
 from actors.observer.observing import observing
@@ -23,6 +21,8 @@ from actors.observer.samples import Samples, add_routes
 from actors.observer.terminal_lines import reading_line
 from runtime.bus.errors import BusError
 from runtime.data.dump_files import NEWEST
+from runtime.http.connections import Handler, trust
+from runtime.http.connections import served as served_at
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.reopen import FoundRun, NoLog

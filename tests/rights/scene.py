@@ -38,6 +38,7 @@ STORED: Final = {  # what the run has stored, by subject
     "phy.r.dead.event": 1,
     "$KV.phy-r.claim.n0": 1,
     "$KV.phy-r.engine_key": 1,
+    "$KV.phy-r.room.n0": 1,
 }
 DURABLES: Final = {
     "score-math": "phy.r.work.score.math.*",

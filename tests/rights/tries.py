@@ -104,7 +104,14 @@ def subjects_of_a_run() -> list[str]:
         *("phy.r.work.score.code.forged", "phy.r.data.prompt.forged.0", PROMPT, "phy.r.work.score.code.c3"),
         *(SCORE, "phy.r.scores.code.x8s0", "phy.r.scores._own.x8s0", "phy.r.scores.x8s0", "phy.r2.scores.math.x8s0"),
         *("phy.r.call.rollout.0.halt", "phy.r.call.trainer.0.anything", "phy.r.call.x", "phy.r.call.buffer.halt"),
-        *("$KV.phy-r.claim.n0", "$KV.phy-r.engine_key", "$KV.phy-r.forged", "$KV.phy-r", "$O.phy-r.C.x"),
+        *(
+            "$KV.phy-r.claim.n0",
+            "$KV.phy-r.engine_key",
+            "$KV.phy-r.room.n0",
+            "$KV.phy-r.forged",
+            "$KV.phy-r",
+            "$O.phy-r.C.x",
+        ),
         *("_INBOX.r.node.guess", "_INBOX.r.node.guess.1", "_INBOX.r.carol.guess", "_INBOX.r.carol.*.*", "_INBOX.guess"),
         *("_R_.guess", "_R_.guess.1", "phy.r.event.>", "$KV.phy-r.*", "_INBOX.r.carol.>", ">", "*"),
     ]

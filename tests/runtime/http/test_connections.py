@@ -13,8 +13,8 @@ import anyio
 import pytest
 from aiohttp import web
 
-from actors.observer import connections
-from actors.observer.connections import ASKING, TRUSTED, Places, served, trust
+from runtime.http import connections
+from runtime.http.connections import ASKING, TRUSTED, Places, served, trust
 from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio

@@ -1,16 +1,20 @@
-"""Serves HTTP where any user of this machine may connect: what others leave open keeps no place from the owner.
+"""Serves HTTP where any process may connect: what others leave open keeps no place from the holders of the secret.
 
-A connection is handed to aiohttp once the whole head of its request has come. Until then it is a socket alone. When a
-kind of connection has no place left, its oldest one is closed. A new one is never refused.
+The limits of heads, times, bodies and connections of every HTTP server of a run are here. A connection is handed to
+aiohttp once the whole head of its request has come. Until then it is a socket alone. With TLS the head is encrypted:
+such a connection is handed over at once, and has the same time for its handshake and its head. When a kind of
+connection has no place left, its oldest one is closed. A new one is never refused.
 """
 
 import asyncio
 import errno
 import logging
 import resource
+import secrets
 import socket
+import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -26,11 +30,14 @@ ANSWER_S: Final = 30.0  # for the answer to a client without the secret: a file 
 IDLE_S: Final = 60.0  # between two requests of a client with the secret
 LOOK_EVERY_S: Final = 0.5  # for connections whose time is over
 HEAD_BYTES: Final = 32_768
+MAX_BODY_BYTES: Final = 65_536  # of a request; none of these servers reads one
 HEAD_END: Final = b"\r\n\r\n"
 BACKLOG: Final = 4096  # connections that the kernel holds; it drops what is beyond, which costs a client a second
 ACCEPTED_AT_ONCE: Final = 64  # at most, before the event loop turns to requests
 SHUTDOWN_S: Final = 0.5  # for requests that are answered at the end
 AGAIN_S: Final = 0.05  # without a free descriptor
+SEND_S: Final = 30.0  # for a client with the secret to take a part of its answer
+SCHEME: Final = "Bearer "
 # Connections of each kind, and the share of the descriptors that they may use. Together it is half of them.
 WAITING: Final = (256, 4)  # the head of the request is not complete
 ASKING: Final = (128, 8)  # a request without the secret is answered
@@ -65,12 +72,15 @@ class Connection:
         self._loop.remove_reader(self.socket)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    async def hand_over(self, server: web.Server) -> None:
-        """Have a server answer the request whose head has come."""
+    async def hand_over(self, server: web.Server, tls: ssl.SSLContext | None = None) -> None:
+        """Have a server answer the request, whose head has come unless there is TLS."""
         self.since, self._is_handed_over = self._loop.time(), True
+        limit_s = None if tls is None else HEAD_S
         try:
-            transport, _ = await self._loop.connect_accepted_socket(server, self.socket)
-        except OSError:  # the client is gone
+            transport, _ = await self._loop.connect_accepted_socket(
+                server, self.socket, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+        except (OSError, ValueError):  # the client is gone, speaks no TLS, or was closed meanwhile
             self.socket.close()
         else:
             self._transport = transport
@@ -85,6 +95,9 @@ class Connection:
         elif self.is_open and not self._is_handed_over:
             self._loop.remove_reader(self.socket)
             self.socket.close()
+        elif self.is_open:  # in its handshake, which ends with this
+            with suppress(OSError):  # the client has left
+                self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Places:
@@ -138,7 +151,8 @@ class Places:
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._waiting, self._asking = Places(WAITING, HEAD_S), Places(ASKING, ANSWER_S)
         self._trusted = Places(TRUSTED, None)
@@ -150,13 +164,21 @@ class Connections:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._close_late)
             for listener in listeners:
-                tasks.start_soon(self._accept, listener, partial(self._look, server, tasks))
+                begin = self._look if self._tls is None else self._shake_hands
+                tasks.start_soon(self._accept, listener, partial(begin, server, tasks))
 
     def close_all(self) -> None:
         """Close all connections."""
         for places in (self._waiting, self._asking, self._trusted):
             while places.close_oldest():
                 pass
+
+    def asks(self, request: web.Request) -> None:
+        """The head of a request has come on a connection with TLS."""
+        connection = self._waiting.pop(_descriptor_of(request))
+        if connection is not None:
+            connection.since = self._loop.time()
+            self._asking.add(connection)
 
     def trust(self, request: web.Request) -> None:
         """Give the connection of a request with the secret a place of its kind."""
@@ -174,7 +196,7 @@ class Connections:
             for places in (self._waiting, self._asking):
                 places.close_late(self._loop.time())
 
-    async def _accept(self, listener: socket.socket, look: Callable[[Connection], None]) -> None:
+    async def _accept(self, listener: socket.socket, begin: Callable[[Connection], None]) -> None:
         while True:
             await anyio.wait_readable(listener)
             for _ in range(self._accepted_at_once):
@@ -189,7 +211,13 @@ class Connections:
                 accepted.setblocking(False)
                 connection = Connection(accepted, self._loop)
                 self._waiting.add(connection)
-                self._loop.add_reader(accepted, look, connection)
+                if self._tls is None:
+                    self._loop.add_reader(accepted, begin, connection)
+                else:
+                    begin(connection)
+
+    def _shake_hands(self, server: web.Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
+        tasks.start_soon(connection.hand_over, server, self._tls)
 
     def _look(self, server: web.Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
         """Look whether the head of a request is complete. It stays in the kernel's buffer."""
@@ -220,9 +248,18 @@ def trust(request: web.Request) -> None:
     request.app[CONNECTIONS].trust(request)
 
 
+def has_secret(request: web.Request, secret: str) -> bool:
+    """Whether a request has a secret in its header; compared in constant time."""
+    given = request.headers.get("Authorization", "")
+    # aiohttp keeps bytes that are not UTF-8 in this way
+    found = given.removeprefix(SCHEME).encode(errors="surrogateescape")
+    return given.startswith(SCHEME) and secrets.compare_digest(found, secret.encode())
+
+
 @web.middleware
 async def _one_request_without_the_secret(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Close a connection after a request without the secret, so that each head of its client has HEAD_S."""
+    request.app[CONNECTIONS].asks(request)
     try:
         response = await handler(request)
     except web.HTTPException as error:
@@ -234,8 +271,10 @@ async def _one_request_without_the_secret(request: web.Request, handler: Handler
 
 
 @asynccontextmanager
-async def served(application: web.Application, host: str, port: int) -> AsyncGenerator[int, None]:
-    """Serve an application for the duration of a block; yield its port.
+async def served(
+    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncGenerator[int, None]:
+    """Serve an application for the duration of a block, with TLS if there is a context; yield its port.
 
     Raises:
         OSError: the port is taken, or the address is not of this machine.
@@ -246,7 +285,7 @@ async def served(application: web.Application, host: str, port: int) -> AsyncGen
             application, access_log=None, logger=log, keepalive_timeout=IDLE_S, shutdown_timeout=SHUTDOWN_S
         )
         application.middlewares.insert(0, _one_request_without_the_secret)
-        connections = application[CONNECTIONS] = Connections()
+        connections = application[CONNECTIONS] = Connections(tls)
         await runner.setup()
         assert runner.server is not None
         try:
