@@ -30,7 +30,7 @@ WITHOUT_TERM: Final = frozenset({
     "use_rollout_logprobs",
     "reset_optimizer_states",
 })  # fmt: skip
-LOOKED_INTO: Final = frozenset({"loss", "kl", "tis"})  # it depends on their own keys
+LOOKED_INTO: Final = frozenset({"loss", "kl", "tis", "entropy_coef_end"})  # it depends on their own keys or value
 
 
 def terms_of_all(topology: Topology) -> tuple[str, ...]:
@@ -47,6 +47,7 @@ def terms_of_all(topology: Topology) -> tuple[str, ...]:
     loss, kl, megatron = algorithm.loss, algorithm.kl, topology.trainer.megatron
     others = {
         "algorithm.loss": not loss.vanishes,
+        "algorithm.entropy_coef_end": bool(algorithm.entropy_coef_end),  # 0 is another value than its default, None
         "algorithm.kl.loss_coef": kl.loss_coef > 0,
         "algorithm.kl.reward_coef": kl.reward_coef > 0,
         "algorithm.tis.batch_normalize": normalizes_weights(algorithm),

@@ -142,6 +142,8 @@ def test_a_rollout_with_a_term_is_passed_whole(make_topology: MakeTopology) -> N
         ({}, ()),
         ({"algorithm": {"entropy_coef": 0.1}}, ("algorithm.entropy_coef",)),
         ({"algorithm": {"entropy_coef_end": 0.1}}, ("algorithm.entropy_coef_end",)),
+        ({"algorithm": {"entropy_coef": 0.1, "entropy_coef_end": 0.0}}, ("algorithm.entropy_coef",)),
+        ({"algorithm": {"entropy_coef": 0.0, "entropy_coef_end": 0.0}}, ()),
         ({"algorithm": {"kl": {"type": "k1", "loss_coef": 0.1}}}, ("algorithm.kl.loss_coef",)),
         ({"algorithm": {"kl": {"type": "k1", "reward_coef": 0.1}}}, ("algorithm.kl.reward_coef",)),
         ({"algorithm": {"kl": {"type": "k2", "metric_interval": 2}}}, ()),
@@ -177,7 +179,6 @@ def test_a_setting_that_is_not_listed_counts_as_a_term() -> None:
         "rollout_data_postprocess",
         "positive_example_nll_weight",
         "entropy_coef",
-        "entropy_coef_end",
         "get_mismatch_metrics",
     }
     assert terms.WITHOUT_TERM | terms.LOOKED_INTO <= set(AlgorithmConfig.__struct_fields__)
