@@ -72,11 +72,12 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # an RMSNorm of each head's query and key
+    window: int | None = None  # number of keys that a query sees, its own among them; None: all up to its own
 
-    @property
-    def score_width(self) -> int:
-        """Multiplications for a pair of positions: of scores and of values."""
-        return self.heads * 2 * self.head_dim
+    def products(self, length: int) -> float:
+        """Return the multiplications of scores and of values for a sequence."""
+        seen = min(self.window or length, length)
+        return self.heads * 2 * self.head_dim * seen * (length - seen / 2)
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
@@ -114,10 +115,9 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Dimension of a query or key."""
         return self.plain_dim + self.rotated_dim
 
-    @property
-    def score_width(self) -> int:
-        """Multiplications for a pair of positions: of scores and of values."""
-        return self.heads * (self.head_dim + self.value_dim)
+    def products(self, length: int) -> float:
+        """Return the multiplications of scores and of values for a sequence."""
+        return self.heads * (self.head_dim + self.value_dim) * length * length / 2
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""

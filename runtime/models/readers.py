@@ -53,6 +53,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
 
     rope_share: ClassVar[float] = 1.0  # rotated share of a head unless partial_rotary_factor says otherwise
     rope_type: ClassVar[str] = "llama3"  # supported besides "default"
+    layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)  # supported in layer_types
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int | None = None
@@ -69,7 +70,13 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
         rope = problems.of(lambda: read_rope(self, share=self.rope_share, stretching=self.rope_type))
         if rope is None or problems:
             raise Unsupported(problems)
-        return (self.block(rope),) * self.num_hidden_layers
+        block = self.block(rope)
+        return tuple(self.of_layer(block, index) for index in range(self.num_hidden_layers))
+
+    def of_layer(self, block: Any, index: int) -> Any:
+        """Return the block of one layer, given that of all layers."""
+        del index
+        return block
 
     def block(self, rope: Rope) -> Attention | Mla:
         """Return the block of a layer."""
@@ -77,8 +84,11 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
 
     def problems(self) -> Iterator[str]:
         """Yield each value that is not supported."""
-        if other := set(self.layer_types or ()) - {"full_attention"}:
-            yield f"layer_types {min(other)!r} is not supported; supported: 'full_attention'"
+        kinds = self.layer_types
+        if other := set(kinds or ()) - {*self.layer_kinds}:
+            yield f"layer_types {min(other)!r} is not supported; supported: {', '.join(map(repr, self.layer_kinds))}"
+        elif kinds is not None and len(kinds) != self.num_hidden_layers:
+            yield f"layer_types has {len(kinds)} entries, and num_hidden_layers is {self.num_hidden_layers}"
 
 
 class HeadKeys(AttentionKeys, frozen=True, kw_only=True):
@@ -106,6 +116,55 @@ class HeadKeys(AttentionKeys, frozen=True, kw_only=True):
             yield "sizes must be positive, and num_key_value_heads must divide num_attention_heads"
         elif not self.head_dim and self.hidden_size % self.num_attention_heads:
             yield f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+
+
+class WindowKeys(HeadKeys, frozen=True, kw_only=True):
+    """Keys of attention with a sliding window in all layers, or in those that layer_types names."""
+
+    layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+    sliding_window: int | None = 4096
+
+    @property
+    def window(self) -> int | None:
+        """Number of keys that a query of such a layer sees, its own among them. None: all up to its own."""
+        return self.sliding_window
+
+    def is_windowed(self, index: int) -> bool:
+        """Whether a layer has the window."""
+        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+
+    def of_layer(self, block: Attention, index: int) -> Attention:
+        """Return the block of one layer, given that of all layers."""
+        return msgspec.structs.replace(block, window=self.window) if self.is_windowed(index) else block
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if self.window is None and "sliding_attention" in (self.layer_types or ()):
+            yield "layer_types 'sliding_attention' needs a sliding_window"
+        elif self.window is not None and self.window < 1:
+            yield f"sliding_window {self.window} is not positive"
+
+
+class SwitchedWindowKeys(WindowKeys, frozen=True, kw_only=True):
+    """Keys of attention with a window that has to be switched on."""
+
+    use_sliding_window: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """Number of keys that a query of such a layer sees, its own among them. None: all up to its own."""
+        return self.sliding_window if self.use_sliding_window else None
+
+
+class LateWindowKeys(SwitchedWindowKeys, frozen=True, kw_only=True):
+    """Keys of attention with a window that has to be switched on. Without layer_types the first layers have none."""
+
+    max_window_layers: int = 28
+
+    def is_windowed(self, index: int) -> bool:
+        """Whether a layer has the window."""
+        return index >= self.max_window_layers if self.layer_types is None else super().is_windowed(index)
 
 
 class LatentKeys(AttentionKeys, frozen=True, kw_only=True):

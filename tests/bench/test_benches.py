@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SMALL_TAIL = "--steps 4 --warm-up 1 --groups 4 --samples 2 --train-s 0.1 --base-ms 3 --mean 16 --cap 96"
 TINY = {
     "ahead": "--case hidden_256 --groups 2 --runs 1 --steps 1",
+    "attention": "--tokens 256 --window 32 --samples 4",
     "batches": "--groups 2 --samples 2 --response 8 --times 1",
     "bus": "--messages 64 --repeats 1",
     "delta": "--small --runs 1",
@@ -48,7 +49,7 @@ TINY = {
     "weights": "--small --runs 1",
 }
 NIGHTLY = """
-    ahead batches delta demo dispatch durability engine judged ledger long_tail memory nodes
+    ahead attention batches delta demo dispatch durability engine judged ledger long_tail memory nodes
     observed observer pipeline ray reward save sglang source step trainer transformers transports trl weight_export
     weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below

@@ -18,6 +18,7 @@ from torch import Tensor
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
 from actors.tiny_engine.model.forward import Weights, hidden_states, rope_table
+from runtime.models.blocks import Attention
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
 NEVER: Final = float("-inf")
@@ -55,6 +56,7 @@ class KvSlots:
         self._capacity = 0
         self._ints = torch.zeros(num_slots, 4, dtype=torch.int64)
         self._floats = torch.zeros(num_slots, 4)
+        self._windows = {self._window(layer) for layer in range(weights.config.num_layers)} - {0}
         self._num_greedy = 0
         self._num_truncating = 0
         self._num_floored = 0
@@ -127,6 +129,11 @@ class KvSlots:
         """Release the memory of the slots, all of which must be free; it is allocated again on demand."""
         assert not self.requests, "slots in use are not freed"
         self._allocate(0)
+
+    def _window(self, layer: int) -> int:
+        """Return the number of keys that a query of a layer sees, its own among them. 0: all up to its own."""
+        block = self.weights.config.layers[layer].attention
+        return (block.window or 0) if isinstance(block, Attention) else 0
 
     def _allocate(self, capacity: int) -> None:
         config, attention = self.weights.config, self.weights.config.attention
@@ -214,12 +221,17 @@ class KvSlots:
         attention = self.weights.config.attention
         size, longest = ids.shape
         repeats = attention.heads // attention.kv_heads
+        apart = self._range[:longest, None] - self._range[:longest]
+        seen = {window: (apart >= 0) & (apart < window) for window in self._windows if window < longest}
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             cached = keys_values.transpose(1, 2)  # [B, 2K, Q, D]
             self._cache[layer, first : first + size, :, :longest] = cached
             keys, values = cached.repeat_interleave(repeats, 1).chunk(2, 1) if repeats > 1 else cached.chunk(2, 1)
-            mixed = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, is_causal=True)
+            mask = seen.get(self._window(layer))
+            mixed = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None
+            )
             return mixed.transpose(1, 2).reshape(size, longest, -1)
 
         rope = self._rope[:longest]
@@ -230,16 +242,17 @@ class KvSlots:
         attention = self.weights.config.attention
         num, kv_heads, size = len(self.requests), attention.kv_heads, attention.head_dim
         rows = (self._row_of[:num] + positions.unsqueeze(1)).view(-1)
-        mask = torch.zeros(num, longest, dtype=self._cache.dtype).masked_fill_(
-            self._range[:longest] > positions.unsqueeze(1), NEVER
-        )
-        mask = mask[:, None, None]
+        apart = positions.unsqueeze(1) - self._range[:longest]
+        hidden = torch.zeros(num, longest, dtype=self._cache.dtype).masked_fill_(apart < 0, NEVER)
+        everything = hidden[:, None, None]
+        masks = {window: everything.masked_fill((apart >= window)[:, None, None], NEVER) for window in self._windows}
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._rows[layer].index_copy_(0, rows, keys_values.reshape(-1, size))
             cached = self._cache[layer, :num, :, :longest]
             grouped = queries.reshape(num, kv_heads, -1, size)  # heads that share keys become query positions
             keys, values = cached[:, :kv_heads], cached[:, kv_heads:]
+            mask = masks.get(self._window(layer), everything)
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(num, -1)
 
         rope = self._rope[positions]

@@ -1,5 +1,6 @@
 """Builds Megatron's GPTModel from a Hugging Face config, with our attention, head and sequence-parallel norms."""
 
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -11,9 +12,11 @@ from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
+    ModuleSpec,
     MoELayer,
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
+    get_transformer_layer_offset,
     parallel_state,
 )
 from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
@@ -22,6 +25,7 @@ from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
+from runtime.models.blocks import Attention
 from runtime.models.rope import Rope
 from runtime.settings.tables.trainer import TrainerConfig
 
@@ -63,7 +67,7 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
-    layers, rope = _layer_spec(config, virtual_stage), model.attention.rope
+    layers, rope = _layer_spec(model, config, virtual_stage), model.attention.rope
     built = Model(
         config=config,
         transformer_layer_spec=layers,
@@ -102,16 +106,19 @@ def _stretch(embedding: Any, rope: Rope) -> None:
     embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
-def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
+def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     """Build Megatron's local layer spec with our attention and norms. Specs are Megatron's extension point."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual_stage
     )
-    for spec in block.layer_specs:
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]  # Megatron's equal layers are one object
+    for spec, of_model in zip(block.layer_specs, model.layers[first:], strict=False):
         layer = spec.submodules
         attention = layer.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
-        attention.core_attention = CoreAttention
+        values = {"window": of_model.attention.window} if isinstance(of_model.attention, Attention) else {}
+        attention.core_attention = ModuleSpec(CoreAttention, params=values)
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = Router
             layer.mlp.submodules.experts.module = GroupedExperts

@@ -27,6 +27,7 @@ _NAMES: Final = {
     "MLASelfAttention": "transformer.multi_latent_attention",
     "Float16Module": "transformer.module",
     "get_gpt_decoder_block_spec": "models.gpt.gpt_layer_specs",
+    "ModuleSpec": "transformer.spec_utils",
     "PackedSeqParams": "packed_seq_params",
     "DistributedDataParallel": "distributed",
     "DistributedDataParallelConfig": "distributed",
@@ -55,6 +56,7 @@ _NAMES: Final = {
     "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
     "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
     "TransformerLayer": "transformer.transformer_layer",
+    "get_transformer_layer_offset": "transformer.transformer_layer",
     "checkpoint": "tensor_parallel",
 }
 
@@ -113,6 +115,7 @@ MLATransformerConfig: Any = _parts["MLATransformerConfig"]
 MLASelfAttention: Any = _parts["MLASelfAttention"]
 Float16Module: Any = _parts["Float16Module"]
 get_gpt_decoder_block_spec: Any = _parts["get_gpt_decoder_block_spec"]
+ModuleSpec: Any = _parts["ModuleSpec"]
 PackedSeqParams: Any = _parts["PackedSeqParams"]
 DistributedDataParallel: Any = _parts["DistributedDataParallel"]
 DistributedDataParallelConfig: Any = _parts["DistributedDataParallelConfig"]
@@ -140,5 +143,6 @@ MoEAuxLossAutoScaler: Any = _parts["MoEAuxLossAutoScaler"]
 MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
 get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]
 TransformerLayer: Any = _parts["TransformerLayer"]
+get_transformer_layer_offset: Any = _parts["get_transformer_layer_offset"]
 recomputed: Any = _parts["checkpoint"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

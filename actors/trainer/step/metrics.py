@@ -1,6 +1,7 @@
 """Metrics of a train step: times, batch sizes, losses, speed, memory, and the engine/trainer mismatch."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -29,8 +30,8 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
     """Count the operations of one forward and backward pass; the backward pass counts twice the forward pass.
 
     Every position passes through each layer and the head. It passes only through the experts that it is routed to.
-    Attention is causal: on average, a position attends to half of its sequence. Recomputation does not count, and
-    positions that skip the head count like the others.
+    Attention is causal: on average, a position attends to half of its sequence, or to its window. Recomputation
+    does not count, and positions that skip the head count like the others.
 
     Args:
         model: configuration of the model.
@@ -40,12 +41,12 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
     weights = (1 if model.has_value_head else model.vocab_size) * hidden  # the head's
     weights += sum(layer.weights_of_a_token(hidden) for layer in model.all_layers)
     weights += model.num_mtp_layers * 2 * hidden * hidden  # the MTP layer's projection
-    width = sum(layer.attention.score_width for layer in model.layers)
-    tokens, pairs = 0, 0.0
+    attention = Counter(layer.attention for layer in model.layers)
+    tokens, products = 0, 0.0
     for length in lengths:
         tokens += length
-        pairs += length * length / 2
-    return 3.0 * (2.0 * weights * tokens + 2.0 * width * pairs)
+        products += sum(number * block.products(length) for block, number in attention.items())
+    return 3.0 * (2.0 * weights * tokens + 2.0 * products)
 
 
 def peak_flops(device: str) -> float | None:

@@ -3,10 +3,10 @@
 from typing import ClassVar
 
 from runtime.models.family import Family
-from runtime.models.readers import HeadKeys, MlpKeys
+from runtime.models.readers import LateWindowKeys, MlpKeys
 
 
-class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
+class AttentionKeys(LateWindowKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
     without_keys: ClassVar = {"head_norms": True}
@@ -19,7 +19,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     attention=AttentionKeys,
     mlp=MlpKeys,
-    without_effect=("sliding_window", "max_window_layers"),
     on_sglang="yes",
+    ignored_by_sglang={"use_sliding_window": False},
     predicts_sums=True,
 )

@@ -5,13 +5,14 @@ from typing import ClassVar
 
 from runtime.models.blocks import Experts
 from runtime.models.family import Family
-from runtime.models.readers import ExpertKeys, HeadKeys
+from runtime.models.readers import ExpertKeys, SwitchedWindowKeys
 
 
-class AttentionKeys(HeadKeys, frozen=True, kw_only=True):
+class AttentionKeys(SwitchedWindowKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
     without_keys: ClassVar = {"head_norms": True}
+    layer_kinds: ClassVar = ("full_attention",)
 
 
 class MlpKeys(ExpertKeys, frozen=True, kw_only=True):
@@ -47,8 +48,7 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     attention=AttentionKeys,
     mlp=MlpKeys,
-    without_effect=("sliding_window",),
     on_sglang="yes",
-    ignored_by_sglang={"mlp_only_layers": [], "decoder_sparse_step": 1},
+    ignored_by_sglang={"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
     predicts_sums=True,
 )

@@ -26,6 +26,8 @@ MODELS = {
     "llama_untied": LLAMA,
     "llama_biased": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "llama_3_rope": LLAMA | LLAMA3_ROPE,
+    "qwen2_windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3_window": QWEN3 | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     "llama_one_kv_head": LLAMA | {"num_key_value_heads": 1},
     "llama_all_kv_heads": LLAMA | {"num_key_value_heads": 4},
 }

@@ -31,6 +31,15 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
         return load_file(Path(directory) / "model.safetensors")
 
 
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Its gradients by the names of a checkpoint; a parameter without one has zeros."""
+    holder = deepcopy(model)
+    with torch.no_grad():
+        for own, other in zip(holder.parameters(), model.parameters(), strict=True):
+            own.copy_(torch.zeros_like(other) if other.grad is None else other.grad)
+    return state_of(holder)
+
+
 def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noise: float = 0.1, **changes: Any) -> Any:
     """Write a model directory with random weights, norms and biases included; return the model, ready to train."""
     config_type, model_type = classes_of(kind)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
-from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, Units, own_context
+from actors.trainer.megatron.layers.blockwise import Plan, Row, blockwise
+from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, own_context
 
-SHORT_BFLOAT16: Final = 512  # the same with a mask, in bfloat16: 4 times slower at 73 positions
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
 
 
@@ -44,10 +44,10 @@ class CoreAttention(nn.Module):
     """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries.
 
     Keys and values may have fewer heads, and values another size than queries and keys. Padded batches need no padding
-    mask: padding is on the right and carries no loss. Packed batches use torch's variable-length kernel on a GPU in
-    bfloat16 or float16, otherwise a dense mask with cost t * t, meant for tests. Samples that share prompts have a
-    dense mask for each unit. With context parallelism each rank has its part of the queries, and gathers all keys and
-    values.
+    mask: padding is on the right and carries no loss. On the CPU, packed batches, windows and parts of sequences are
+    computed in blocks. On a GPU, packed batches use torch's variable-length kernel in bfloat16 or float16; in float32,
+    and for windows of padded batches, they have a dense mask with cost t * t, meant for tests. With context
+    parallelism each rank has its part of the queries, and gathers all keys and values.
     """
 
     def __init__(
@@ -62,9 +62,12 @@ class CoreAttention(nn.Module):
         pg_collection: Any = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
+        *,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self._scale = softmax_scale
+        self._window = window  # keys that a query sees, its own among them
 
     def forward(
         self,
@@ -78,37 +81,45 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
         if packed_seq_params is None:
-            context = own_context()
-            if context.size > 1:
-                return self._padded_part(query, key, value, context).flatten(2)
             return self._padded(query, key, value).flatten(2)
         row: PackedRow = packed_seq_params
         if row.order is not None:
             key, value = _gathered(key, value, row.order)
-        if row.units is not None:
-            return self._by_unit(query, key, value, row.units).flatten(1)
-        if not _has_kernel(query):
-            return self._masked(query, key, value, row.mask).flatten(1)
-        if row.order is not None:
-            return self._halves(query, key, value, row).flatten(1)
-        return self._varlen(query, key, value, row.stretches[0]).flatten(1)
+        if _has_kernel(query):
+            if row.order is not None:
+                return self._halves(query, key, value, row).flatten(1)
+            return self._varlen(query, key, value, row.stretches[0]).flatten(1)
+        if query.is_cuda:
+            return self._masked(query[:, None], key[:, None], value[:, None], row.mask(self._window))[:, 0].flatten(1)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
+        return blockwise(query, key, value, row.plan(self._window), self._scale)[0].transpose(0, 1).flatten(1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        context = own_context()
+        whole = query.size(0) * context.size
+        window = None if self._window is None or self._window >= whole else self._window
+        if context.size > 1:
+            key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
+        if query.is_cuda and window is not None:
+            return self._masked(query, key, value, _padded_row(whole, context).mask(window).to(query.device))
+        if query.is_cuda and context.size > 1:
+            return self._padded_part(query, key, value, context)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
-        if query.size(2) <= SHORT and not query.is_cuda:
-            return _short(query, key, value, self._scale).permute(2, 0, 1, 3)
-        grouped = key.size(1) != query.size(1)
-        context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped
-        )
-        return context.permute(2, 0, 1, 3)
+        if window is not None or context.size > 1:
+            attended = blockwise(query, key, value, _padded_plan(whole, context, window), self._scale)
+        elif query.size(2) <= SHORT and not query.is_cuda:
+            attended = _short(query, key, value, self._scale)
+        else:
+            grouped = key.size(1) != query.size(1)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped
+            )
+        return attended.permute(2, 0, 1, 3)
 
     def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Attend with each of the two chunks to all positions before its end."""
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler, over half a second
 
-        whole = query.size(0) * context.size
-        key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
         chunk = query.size(0) // 2
         parts: list[Tensor] = []
         for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
@@ -138,32 +149,19 @@ class CoreAttention(nn.Module):
         size = value.size(-1)
         if size < key.size(-1):
             value = F.pad(value, (0, key.size(-1) - size))
+        before = -1 if self._window is None else self._window - 1  # keys before a query's own; -1: all
         context = varlen_attn(
             query, key, value, stretch.bounds, stretch.key_bounds, stretch.longest, stretch.longest_keys,
-            scale=self._scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
+            scale=self._scale, window_size=(before, 0), enable_gqa=query.size(1) != key.size(1),
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context[..., :size]
 
-    def _by_unit(self, query: Tensor, key: Tensor, value: Tensor, units: Units) -> Tensor:
-        """Attend within each unit of samples that share a prompt."""
-        query, key, value = (
-            tensor.index_select(0, units.places).view(*units.size, *tensor.shape[1:]).transpose(1, 2)
-            for tensor in (query, key, value)
-        )  # [b, heads, s, d]
-        if query.dtype is torch.bfloat16 and not query.is_cuda and query.size(2) <= SHORT_BFLOAT16:
-            attended = _plain(query, key, value, units.mask, self._scale)
-        else:
-            attended = F.scaled_dot_product_attention(
-                query, key, value, units.mask, scale=self._scale, enable_gqa=key.size(1) != query.size(1)
-            )
-        return attended.transpose(1, 2).flatten(0, 1).index_select(0, units.back)
-
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        grouped = key.size(1) != query.size(1)
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
+        grouped = key.size(2) != query.size(2)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
-        return attended[0].transpose(0, 1)
+        return attended.permute(2, 0, 1, 3)
 
 
 def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **options: Any) -> Any:
@@ -200,15 +198,14 @@ def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     return (scores.softmax(-1) @ value).reshape(batch, heads, length, value.size(-1))
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Compute attention of [b, heads, s, d] with a mask [b, 1, s, s] directly, with the softmax in float32."""
-    batch, heads, length, size = query.shape
-    sharing = heads // key.size(1)
-    joined = query.reshape(batch, -1, sharing * length, size) * (size**-0.5 if scale is None else scale)
-    scores = (joined @ key.transpose(2, 3)).float().view(batch, -1, sharing, length, length)
-    weights = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).to(value.dtype)
-    attended = weights.view(batch, -1, sharing * length, length) @ value
-    return attended.reshape(batch, heads, length, value.size(-1))
+@lru_cache(maxsize=16)
+def _padded_row(length: int, context: Context) -> Row:
+    return Row.of(np.array([length]), context, None)
+
+
+@lru_cache(maxsize=16)
+def _padded_plan(length: int, context: Context, window: int | None) -> Plan:
+    return _padded_row(length, context).plan(window)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from actors.trainer.data.batch import SharedPrompts
 from actors.trainer.data.context import Context, Ints
-from actors.trainer.data.prompts import PADDING, PROMPT
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
+from actors.trainer.megatron.layers.blockwise import Plan, Row
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PackedRow(PackedSeqParams):
     def __init__(
         self, lengths: Ints, context: Context, device: torch.device, shared: SharedPrompts | None = None
     ) -> None:
-        """Compute all metadata except the mask.
+        """Compute all metadata except plans and masks.
 
         Args:
             lengths: Lengths of the whole sequences, or units.
@@ -89,34 +90,28 @@ class PackedRow(PackedSeqParams):
             ]
         self._lengths, self._context, self._device = lengths, context, device
         self._shared = shared
-        self._mask: Tensor | None = None
-        self._units: Units | None = None
+        self._plans: dict[int | None, Plan] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
-    @property
-    def units(self) -> "Units | None":
-        """The row's units as rows of their own. None: no prompt is shared, or other ranks have parts of the units."""
-        if self._units is None and self._shared is not None and self._context.size == 1:
-            self._units = _units(self._lengths, self._shared, self._device)
-        return self._units
+    @cached_property
+    def _row(self) -> Row:
+        return Row.of(self._lengths, self._context, self._shared)
 
-    @property
-    def mask(self) -> Tensor:
-        """Attention mask [queries, keys]: each query of this rank sees its own sequence up to its own position.
+    def plan(self, window: int | None) -> Plan:
+        """Return the ranges of queries and keys of attention on the CPU, cached by window.
 
-        In a unit it sees the prompt and its own sample.
+        Args:
+            window: Number of keys that a query sees, its own among them. None: all up to its own.
         """
-        if self._mask is None:
-            self._mask = _mask(self._lengths, self._context, self._shared).to(self._device)
-        return self._mask
+        if window not in self._plans:
+            self._plans[window] = self._row.plan(window)
+        return self._plans[window]
 
-
-class Units(NamedTuple):
-    """Units of a packed row as rows of equal length, for one call of the attention kernel."""
-
-    places: Tensor  # [b * s], position in the packed row; 0 in padding
-    back: Tensor  # [t], position of each position of the packed row in those rows
-    size: tuple[int, int]  # b, s
-    mask: Tensor  # [b, 1, s, s]
+    def mask(self, window: int | None) -> Tensor:
+        """Return the attention mask [queries, keys], cached by window; see `Row.mask`."""
+        if window not in self._masks:
+            self._masks[window] = self._row.mask(window).to(self._device)
+        return self._masks[window]
 
 
 def packing(
@@ -162,26 +157,3 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """Return the positions of the ranges, concatenated."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(starts, lengths) + within
-
-
-def _mask(lengths: Ints, context: Context, shared: SharedPrompts | None) -> Tensor:
-    segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), np.arange(int(lengths.sum()))
-    positions, keys = torch.from_numpy(context.kept(lengths)), torch.from_numpy(everywhere)
-    mask = (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
-    if shared is None:
-        return mask
-    owners = torch.from_numpy(shared.owners)
-    return mask & ((owners[None, :] == owners[positions][:, None]) | (owners[None, :] == PROMPT))
-
-
-def _units(lengths: Ints, shared: SharedPrompts, device: torch.device) -> Units:
-    """Lay the units out as rows. A position of padding sees itself."""
-    starts, within = np.cumsum(lengths) - lengths, np.arange(int(lengths.max()))
-    real = within < lengths[:, None]
-    places = np.where(real, starts[:, None] + within, 0)
-    owners = np.where(real, shared.owners[places], PADDING)
-    sees = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == PROMPT)
-    sees &= within[:, None] >= within
-    mask = torch.from_numpy(sees[:, None]).to(device)
-    placed, back = on_device([places.ravel(), np.flatnonzero(real)], device)
-    return Units(placed, back, (len(lengths), len(within)), mask)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,11 +16,12 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import file_source, random_source
+from actors.trainer.models.names import joined_for_megatron
 from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.sharding import load_weights
+from actors.trainer.models.sharding import global_name, load_weights
 from runtime.models.config import ModelError
 from runtime.settings.tables.trainer import MegatronConfig
-from tests.actors.trainer.hf import whole_weights, write_model
+from tests.actors.trainer.hf import gradients_of, whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch
 from tests.build.model import mapping_source
 from tests.support.tiny_models import LLAMA3_ROPE
@@ -81,6 +83,51 @@ def test_experts_in_groups_equal_those_of_transformers(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB, (3, 50), generator=torch.Generator().manual_seed(0))
     with quiet(), torch.no_grad():
         torch.testing.assert_close(built(tokens, None, None), reference(tokens).logits, rtol=0, atol=1e-5)
+
+
+TYPES = ["sliding_attention", "full_attention"]
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "last layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "by type": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES}),
+    "all layers": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, largest: float) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * largest)
+
+
+def assert_as_each_alone(built: Any, hf: HfConfig, reference: Any, *, packed: bool) -> torch.Tensor:
+    """Compare logits and gradients with those of transformers for each sample alone; return its logits."""
+    generator, lengths = torch.Generator().manual_seed(0), [17, 40, 3, 9] if packed else [40, 40]
+    samples = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
+    row = packing(np.cumsum([0, *lengths]).astype(np.int32), torch.device("cpu")) if packed else None
+    with quiet():
+        found = built(torch.cat(samples, 1 if packed else 0), None, None, packed_seq_params=row).flatten(0, 1)
+    expected = torch.cat([reference(sample).logits[0] for sample in samples])
+    assert float(expected.detach().std()) >= 1
+    along = torch.randn(expected.shape, generator=generator)
+    for logits in (found, expected):
+        (logits * along).sum().backward()
+    close(found.detach(), expected.detach(), float(expected.detach().abs().max()))
+    gradients = gradients_of(reference)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, parameter in built.named_parameters():
+        assert parameter.grad is not None, name
+        own = joined_for_megatron(global_name(name, built), hf, gradients.__getitem__)
+        close(parameter.grad, own, largest)
+    return expected.detach()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_those_of_transformers(tmp_path: Path, name: str, packed: bool) -> None:
+    kind, keys = WINDOWS[name]
+    found: list[torch.Tensor] = []
+    for each in (keys, {}):
+        reference = write_model(tmp_path, kind, noise=0.2, **each)
+        found.append(assert_as_each_alone(*load(tmp_path), reference, packed=packed))
+    assert float((found[0] - found[1]).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
@@ -151,7 +198,14 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("qwen3_moe", attention_bias=True), "attention_bias is not supported"),
         (config_of("glm4_moe", n_group=3), "n_group 3 with topk_group 1 does not fit 4 experts"),
         (config_of("glm4_moe", norm_topk_prob=False), "norm_topk_prob false is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' needs a sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types 'chunked_attention' is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window 0 is not positive"),
+        (
+            config_of("qwen3_moe", layer_types=["full_attention", "sliding_attention"], use_sliding_window=True),
+            "layer_types 'sliding_attention' is not supported",
+        ),
         (config_of("deepseek_v3", rope_interleave=False), "rope_interleave false is not supported"),
         (config_of("deepseek_v3", num_key_value_heads=2), "num_key_value_heads 2 is not supported with multi-latent"),
         (config_of("deepseek_v3", head_dim=8), "head_dim 8 is not supported; supported: qk_rope_head_dim, 4"),

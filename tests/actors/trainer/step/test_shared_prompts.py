@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.context import Context
 from actors.trainer.data.prompts import make_shared_micro_batch, units_of
-from actors.trainer.megatron.layers import rows
+from actors.trainer.megatron.layers import blockwise, rows
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.prompts import in_the_way, shares_prompts
@@ -99,19 +99,20 @@ def test_prompts_are_computed_once(make_topology: MakeTopology) -> None:
     assert not any(one.shared for each in default._planner.steps(batch) for one in each.micro_batches)
 
 
+@pytest.mark.parametrize("short", [0, blockwise.SHORT_ROW])
 def test_a_response_that_saw_another_would_be_found(
-    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
     batches = [with_prompts(random_batch(0))]
     _, alone = both(make_topology, batches)
-    units = rows._units
+    right = blockwise.Row.of
 
-    def all_seen(*args: Any) -> Any:
-        right = units(*args)
-        size = right.size[1]
-        return right._replace(mask=right.mask | torch.ones(size, size, dtype=torch.bool).tril())
+    def all_seen(*args: Any) -> blockwise.Row:
+        row = right(*args)
+        return row._replace(owners=np.zeros_like(row.owners))
 
-    monkeypatch.setattr(rows, "_units", all_seen)
+    monkeypatch.setattr(blockwise.Row, "of", all_seen)
+    monkeypatch.setattr(blockwise, "SHORT_ROW", short)
     shared, _ = both(make_topology, batches)
     with pytest.raises(AssertionError):
         close(shared, alone)
@@ -173,7 +174,7 @@ def test_a_position_of_a_unit_sees_what_it_sees_in_its_sample(drawn: list[tuple[
         for place, column in zip(micro_batch.rows_M.tolist(), micro_batch.columns_M.tolist(), strict=True):
             sample = int(np.searchsorted(batch.starts_B, column, side="right")) - 1
             start = int(batch.starts_B[sample])
-            seen = batch.tokens_N[everywhere[row.mask[place].numpy()]]
+            seen = batch.tokens_N[everywhere[row.mask(None)[place].numpy()]]
             assert seen.tolist() == batch.tokens_N[start:column].tolist()
             found.append(column)
     assert sorted(found) == [

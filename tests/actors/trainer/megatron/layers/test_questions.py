@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from actors.trainer.data.batch import MicroBatch, make_micro_batch
 from actors.trainer.data.context import Context
@@ -63,6 +62,12 @@ def _names_a_device(*args: Any, **options: Any) -> bool:
     return "device" in options or any(isinstance(value, (torch.device, str)) for value in args)
 
 
+def lower_right(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
+    """Which keys the queries see, the last of which sees the last key: a number of keys before it, and itself."""
+    before = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    return (before >= 0) & ((before <= window[0]) | (window[0] < 0))
+
+
 def one_by_one(questions: Questions) -> Callable[..., Tensor]:
     """In the place of torch's kernel, which no CPU has: attention by the bounds that it would be given."""
 
@@ -74,6 +79,7 @@ def one_by_one(questions: Questions) -> Callable[..., Tensor]:
         key_bounds: Tensor,
         *lengths: int,
         scale: Any,
+        window_size: tuple[int, int],
         **_: Any,
     ) -> Tensor:
         assert all(isinstance(length, int) for length in lengths)
@@ -85,7 +91,7 @@ def one_by_one(questions: Questions) -> Callable[..., Tensor]:
         found = [
             F.scaled_dot_product_attention(
                 *(tensor.transpose(0, 1)[None] for tensor in sequence),
-                causal_lower_right(len(sequence[0]), len(sequence[1])),
+                lower_right(len(sequence[0]), len(sequence[1]), window_size),
                 scale=scale,
                 enable_gqa=query.size(1) != key.size(1),
             )[0].transpose(0, 1)
@@ -148,14 +154,16 @@ def test_the_kernel_is_given_the_bounds_of_the_dense_mask(
     torch.testing.assert_close(varied, masked)
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_kernel_sees_a_part_of_a_sequence_as_the_dense_mask_does(rank: int) -> None:
+def test_the_kernel_sees_a_part_of_a_sequence_as_the_dense_mask_does(rank: int, window: int | None) -> None:
     lengths, context = np.array([4, 12, 8]), Context(rank, 2)
     row = PackedRow(lengths, context, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(12, 4, 8, generator=draw)
     key, value = (torch.randn(24, 2, 8, generator=draw) for _ in range(2))
-    layer = attention.CoreAttention(None, 1, None, "self")
+    layer = attention.CoreAttention(None, 1, None, "self", window=window)
+    mask = row.mask(window)
     with mock.patch.object(attention, "varlen_attn", one_by_one(Questions())):
         found = layer._halves(query, key, value, row)
-    torch.testing.assert_close(found, layer._masked(query, key, value, row.mask))
+    torch.testing.assert_close(found, layer._masked(query[:, None], key[:, None], value[:, None], mask)[:, 0])
