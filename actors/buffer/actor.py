@@ -27,8 +27,8 @@ from actors.buffer.deciding.tasks import (
 )
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.drawn import DrawnPrompts
-from actors.buffer.prompts.generated import GeneratedPrompts
-from actors.buffer.prompts.source import PromptSet, load_prompts
+from actors.buffer.prompts.resuming import TrainingPrompts, refuse_other_data, resume_source
+from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.storing import AvailablePrompts, PromptStore
 from actors.buffer.storage.pressure import RECHECK_S, Pressure
 from actors.buffer.storage.recorder import Recorder
@@ -77,10 +77,9 @@ from messages import (
 from messages.subjects import key_of
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, PayloadLost, StreamFull
+from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
 from runtime.bus.events import Events
 from runtime.data.data_files import DataError
-from runtime.ledger.archive import first_archived
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, in_flight
 from runtime.ledger.groups import spills_of
 from runtime.process.actor import Actor, InputError
@@ -91,7 +90,6 @@ from runtime.settings.topology import Topology, has_filter
 log = structlog.get_logger()
 
 T = TypeVar("T")
-TrainingPrompts = PromptSet | GeneratedPrompts | DrawnPrompts
 
 MAX_CONCURRENT_PUBLISHES = 64  # tasks published concurrently
 HALT_TIMEOUT_S = 5.0
@@ -210,7 +208,7 @@ class BufferActor(Actor):
                 prompts.close()
 
     async def _run_on(self, prompts: TrainingPrompts, task_status: TaskStatus[None]) -> None:
-        await self._refuse_other_data(prompts)
+        await refuse_other_data(prompts, self._bus, self._run_dir, self._topology.run.name)
         await self._recorder.prepare()
         sizes = {name: len(items) for name, items in prompts.evals.items()}
         self._schedule = schedule = schedule_of(self._topology, sizes)
@@ -225,7 +223,7 @@ class BufferActor(Actor):
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
             await self._log.take_over(events, lambda: self._fold_next(events))  # the trimmer empties a full log
-            await self._resume_source(prompts)
+            await resume_source(prompts, self._bus, self._state, self._topology.run.name)
             if changed := changed_function(self._state, schedule.evals, self._topology.run.name):
                 raise InputError(changed)
             for loaded in prompts.loaded:
@@ -269,50 +267,6 @@ class BufferActor(Actor):
             with anyio.move_on_after(left_s):
                 await folded.wait()  # another decision came first
         return HaltAnswered(reason=f"other decisions kept the ledger busy for {HALT_TIMEOUT_S:g} s")
-
-    async def _refuse_other_data(self, prompts: TrainingPrompts) -> None:
-        """Refuse data that differs from the data of the run's start.
-
-        The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
-        """
-        known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
-        first = await self._in_thread(lambda: list(first_archived(self._run_dir)))
-        announced = [received.message for received in first if isinstance(received.message, PromptsLoaded)]
-        async with self._bus.read(PromptsLoaded) as events:
-            announced += [received.message async for received in events.so_far()]
-        for loaded in announced:
-            if loaded.fingerprint:
-                known.setdefault(loaded.data, []).append(loaded.fingerprint)
-        for loaded in prompts.loaded:
-            before = known.get(loaded.data, [loaded.fingerprint])
-            if loaded.fingerprint not in before:
-                raise InputError(
-                    f"data {loaded.data} changed since this run began: its fingerprint is {loaded.fingerprint}, "
-                    f"it was {' or '.join(dict.fromkeys(before))}. Restore its file and its tokenizer, "
-                    f"choose another run.name, or start over with --fresh {self._topology.run.name}"
-                )
-
-    async def _resume_source(self, prompts: TrainingPrompts) -> None:
-        """Go on from the state of a data source in the ledger.
-
-        Raises:
-            InputError: the run began with another kind of data, or the state is lost.
-        """
-        drawn, name = isinstance(prompts, DrawnPrompts), self._topology.run.name
-        if self._state.next_prompt and drawn != bool(self._state.draws):
-            before, now = ("without", "with") if drawn else ("with", "without")
-            raise InputError(
-                f"this run began {before} data.source_class, and would go on {now} it: restore the recipe, choose "
-                f"another run.name, or start over with --fresh {name}"
-            )
-        if isinstance(prompts, DrawnPrompts):
-            try:
-                await prompts.resume(self._bus, self._state)
-            except PayloadLost as error:
-                raise InputError(
-                    f"the state of the data source is lost, so its prompts cannot go on: {error}. Choose another "
-                    f"run.name, or start over with --fresh {name}"
-                ) from error
 
     async def _fold_next(self, events: Events[Message]) -> Message | None:
         """Wait for an event, fold it and return it.

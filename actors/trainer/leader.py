@@ -35,14 +35,14 @@ publishes checkpoint.saved. The reasons:
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 
+from actors.trainer.checkpoint_saves import CheckpointSaves
 from actors.trainer.data.feed import FedBatch, Feed
 from actors.trainer.data.held_out import HeldOut, held_out_metrics
 from actors.trainer.data.skipped import NO_GRADIENTS, gradients_of
@@ -53,8 +53,6 @@ from actors.trainer.torch_thread import TorchThread
 from actors.trainer.weights.syncs import WeightSessions
 from messages import (
     BatchTrained,
-    CheckpointSaved,
-    CheckpointSetAside,
     PairsEvaluated,
     PayloadsMissing,
     TrainerStarted,
@@ -120,9 +118,9 @@ class Leader:
         colocation.load_by(self.sessions.bring, self.serve)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
-        self._saved_step = step  # train steps of the newest checkpoint, started or loaded
-        self._saved = anyio.Event()  # set once the last checkpoint is published
-        self._saved.set()
+        self._saves = CheckpointSaves(
+            topology.train, bus, feed, torch_thread, rank, colocation, step=step, incarnation=incarnation
+        )
         self._announced = anyio.Event()  # set once the last version is announced
         self._announced.set()
         self._republishing = Republishing()
@@ -170,7 +168,7 @@ class Leader:
         if gone := self._gone():
             raise RuntimeError(f"the replaced trainer saved a checkpoint with step {gone[0]} while this one started")
         log.info("trainer_started", incarnation=self._incarnation, step=self.step, frontier=self._frontier)
-        await self._tell_set_aside()
+        await self._saves.tell_set_aside()
         if self.step >= self._frontier:
             await self._announce(await self._publish())
 
@@ -225,7 +223,7 @@ class Leader:
         metrics["perf/update_weights_time"], metrics["perf/step_time"] = now - trained_at, now - begin
         await self._bus.publish(self._trained_event(fed, trained, metrics, replay=replay))
         await self._evaluate()
-        saves = self._checkpoint_is_due()
+        saves = self._saves.are_due(self.step)
         if saves and self._colocation.is_on:  # before the trainer's state is offloaded
             await self._save()
         if published is not None:
@@ -302,7 +300,7 @@ class Leader:
             return self._publish_again
         if self.sessions.is_requested and not self.sessions.sends_in_background:
             return self.sessions.bring
-        return self._save if self._checkpoint_is_asked_for() else None
+        return self._save if self._saves.are_requested(self.step) else None
 
     async def _train_batch(self, fed: FedBatch) -> "Trained | None":
         if fed.batch is None:
@@ -451,53 +449,6 @@ class Leader:
         elif not self._colocation.is_on:  # with colocation, the update phase syncs them
             await self.sessions.bring()
 
-    def _checkpoint_is_due(self) -> bool:
-        interval = self._train.save_interval
-        return interval is not None and self.step % interval == 0 and self.step < self._train.num_steps
-
-    def _checkpoint_is_asked_for(self) -> bool:
-        """Whether the log requests a checkpoint, because a stream is filling up.
-
-        The request waits while lost steps are trained again: they add nothing new to store.
-        """
-        return self._saved_step < self._feed.history.requested_step <= self.step
-
     async def _save(self) -> None:
         """Start a checkpoint after the previous one is published."""
-        await self._saved.wait()
-        async with self._colocation.taken(self.step):
-            begin = time.perf_counter()
-            written = await self._torch_thread.run(
-                self._rank.begin_save, step=self.step, incarnation=self._incarnation, frontier=self._frontier
-            )
-            pause_s = time.perf_counter() - begin
-        self.busy_s += pause_s
-        self._saved_step = max(self._saved_step, self.step)
-        self._saved = anyio.Event()
-        self._writing.start_soon(self._finish_save, self.step, written, begin, pause_s)
-
-    async def _finish_save(self, step: int, written: Future[None], begin: float, pause_s: float) -> None:
-        """Publish checkpoint.saved once the checkpoint is complete."""
-        await asyncio.wrap_future(written)
-        path, kept = await self._torch_thread.run(self._rank.finish_save)
-        took_s = time.perf_counter() - begin
-        saved = CheckpointSaved(
-            step=step,
-            incarnation=self._incarnation,
-            start=self._feed.start,
-            path=str(path),
-            oldest_step=kept[0].step,
-            took_s=took_s,
-            pause_s=pause_s,
-        )
-        await self._bus.publish(saved)
-        await self._tell_set_aside()
-        self._saved.set()
-        log.info("checkpoint_saved", step=step, took_s=took_s, pause_s=pause_s)
-
-    async def _tell_set_aside(self) -> None:
-        """Log and publish the checkpoints that were found damaged."""
-        for each in self._rank.take_set_aside():
-            about: dict[str, Any] = {"step": each.step, "path": str(each.path), "reason": each.reason}
-            log.warning("checkpoint_set_aside", **about)
-            await self._bus.publish(CheckpointSetAside(incarnation=self._incarnation, **about))
+        self.busy_s += await self._saves.begin(self.step, self._frontier, self._writing)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from contextlib import suppress
 from functools import partial
 
@@ -36,7 +35,8 @@ from runtime.node.join import JOIN_FILE
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import OtherNodes
 from runtime.node.outage import Outage, explains_silence, watch_bus
-from runtime.node.page_url import page_lines
+from runtime.node.page_url import show_page
+from runtime.node.reopen import STORE
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
@@ -45,24 +45,19 @@ from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import Tier
 from runtime.settings.tables.observe import PAGE, PAGE_FILE
-from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
+from runtime.util.disk import DISK_TIMEOUT_S, DiskWatch, is_full, no_space_of
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
-from runtime.util.secrets import Secret, read_private, split_login, with_login, without_logins
-from runtime.util.threads import BoundedThreads
+from runtime.util.secrets import Secret, split_login, with_login, without_logins
 
 log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # process changes waiting to be published
-LOOK_AT_DISK_S = 1.0
-DISK_TIMEOUT_S = 5.0
-STORE = "nats"  # store of the bus in the run directory
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 SHOW_WAIT_AFTER_S = 2.0  # of the end of trackers
-PAGE_EVERY_S = 1.0  # looks for the URL of the run's page, which its process writes
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
 
@@ -86,7 +81,13 @@ class NodeDaemon:
         disk_timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
         self._plan = plan
-        self._disk_timeout_s = disk_timeout_s
+        self._disk = DiskWatch(
+            plan.run_dir,
+            plan.run_dir / STORE,
+            min_free_bytes=plan.min_free_bytes,
+            stream_bytes=plan.stream_bytes,
+            timeout_s=disk_timeout_s,
+        )
         self._is_terminal = rewrite is not None
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
@@ -113,7 +114,6 @@ class NodeDaemon:
         self._changes, self._unpublished_changes = send, receive
         self._all_published = anyio.Event()
         self._ending = anyio.Event()
-        self._disk_threads = BoundedThreads(1)
         self._failed_observers: set[str] = set()
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
@@ -163,44 +163,12 @@ class NodeDaemon:
         self._show(line)
         await anyio.sleep_forever()
 
-    async def _show_page(self) -> None:
-        """Show the URL of the page whenever its process has written one."""
-        path, shown = self._plan.run_dir / PAGE_FILE, ""
-        while True:
-            try:
-                url = await anyio.to_thread.run_sync(read_private, path)
-            except (OSError, ValueError):
-                url = ""  # it starts or ends
-            if url and url != shown:
-                shown = url
-                lines = page_lines(url.strip(), self._plan.run, self._plan.run_dir, shows_secret=self._is_terminal)
-                for line in lines:
-                    self._show(line)
-            await anyio.sleep(PAGE_EVERY_S)
-
     def _failure_of(self, error: BaseException) -> str:
         return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the node daemon failed: {error}"
 
     async def _watch_disk(self) -> None:
-        """End the run when disk space is low, while processes and the bus can still store pending data."""
-        plan = self._plan
-        while (free := await self._free_bytes()) >= plan.min_free_bytes:
-            with anyio.move_on_after(LOOK_AT_DISK_S):
-                await self._ending.wait()
-                return
-        stored = stored_bytes(plan.run_dir / STORE)
-        needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
-        log.error("no_space", free_bytes=free, needed_bytes=needed)
-        self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
-
-    async def _free_bytes(self) -> int:
-        """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
-        try:
-            with anyio.fail_after(self._disk_timeout_s):  # a network disk may hang, the event loop must not
-                return await self._disk_threads.run(partial(free_bytes, self._plan.run_dir))
-        except OSError as error:  # a TimeoutError is one
-            log.warning("disk_unknown", path=str(self._plan.run_dir), reason=str(error) or "no answer")
-            return sys.maxsize
+        """End the run when disk space is low."""
+        self._end(RunEnd(finished=False, error=str(await self._disk.until_low())))
 
     async def _work(self) -> None:
         """Start the bus and all processes; return after the run ended and the processes are stopped."""
@@ -313,7 +281,8 @@ class NodeDaemon:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
             if has_page:
-                tasks.start_soon(self._show_page)
+                show_page_lines = partial(show_page, shows_secret=self._is_terminal)
+                tasks.start_soon(show_page_lines, self._plan.run_dir, self._plan.run, self._show)
             if self._accounts is not None and self._bus_url is not None:
                 url, _ = split_login(self._bus_url.reveal())
                 reload = partial(self._supervision.reload, BUS_PROCESS)

@@ -5,9 +5,12 @@ import os
 import re
 import shlex
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import anyio
+import anyio.to_thread
 import psutil
 
 from runtime.node.reopen import RUNS, FoundRun
@@ -17,6 +20,7 @@ from runtime.util.import_path import command_name
 from runtime.util.secrets import Secret, make_private, read_private
 
 PAGES: Final = "pages"  # in the user's cache: the URLs of pages that bin/watch serves
+LOOK_EVERY_S: Final = 1.0  # for the URL of a run's page, which its process writes
 _URL: Final = re.compile(r"(http://[^#/\s]+/)#token=([0-9a-f]{16,128})\s*")  # a browser sends no fragment to a server
 
 
@@ -127,6 +131,21 @@ def page_lines(url: str, name: str, directory: Path, *, shows_secret: bool) -> l
     port = place.rpartition(":")[2]
     first = url if shows_secret else f"http://{place}; for its URL with the secret: {url_command(name, directory)}"
     return [f"page      {first}", f"from another machine, first: ssh -L {port}:{place} {socket.gethostname()}"]
+
+
+async def show_page(directory: Path, name: str, show: Callable[[str], None], *, shows_secret: bool) -> None:
+    """Show the lines of `page_lines` whenever the page's process has written another URL, until cancelled."""
+    shown = ""
+    while True:
+        try:
+            url = await anyio.to_thread.run_sync(read_private, directory / PAGE_FILE)
+        except (OSError, ValueError):
+            url = ""  # it starts or ends
+        if url and url != shown:
+            shown = url
+            for line in page_lines(url.strip(), name, directory, shows_secret=shows_secret):
+                show(line)
+        await anyio.sleep(LOOK_EVERY_S)
 
 
 def url_command(name: str, directory: Path) -> str:
