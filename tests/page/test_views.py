@@ -29,6 +29,14 @@ SECRET = "5ec4e7" * 8
 OPEN_STEPS = 2_000  # that curves show at most
 WITHOUT_END = 100_000  # train steps
 STEPS = 30  # with dumps; they are read for longer than the page's samples are shown at first
+# A step takes a second or two, so that the run goes on while Chromium shows it, and leaves it most of the processor.
+SLOW = """
+import time
+
+def grade(sample):
+    time.sleep(0.05)
+    return float(len(sample.response) % 2)
+"""
 HOSTILE = "<img src=x onerror=window.marked=1><script>window.marked=1</script>"
 
 
@@ -52,7 +60,8 @@ def check(found: dict[int, dict[str, Any]], status: str) -> None:
 
 async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Path) -> None:
     needs_chromium()
-    on = ("observe.page=127.0.0.1:0", "observe.samples=true")
+    (tmp_path / "slow.py").write_text(SLOW)
+    on = ("observe.page=127.0.0.1:0", "observe.samples=true", f"data.0.rm_type={tmp_path / 'slow.py'}:grade")
     run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=3, overrides=on, paced=False)
     async with run.started() as command:
         await command.log.until_trained(3)

@@ -35,8 +35,9 @@ def python() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / "gym.lock"):
         if not stamp.exists():
-            venv.create(folder, with_pip=True, clear=True)
-            command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", REQUIREMENT]
+            venv.create(folder, clear=True)  # our pip installs into it: one of its own takes seconds
+            command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
+            command += ["--no-compile", REQUIREMENT]
             subprocess.run(command, check=True, timeout=300)
             stamp.touch()
     return folder / "bin" / "python"
