@@ -9,16 +9,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.builtin import FUNCTIONS
 from bin.entry import docs_folder, parser_of
+from runtime.settings.objective import default_formula
+from runtime.settings.reading.config import type_of
+from runtime.settings.tables.algorithm import Kl, Reduction
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss
 
 PACKAGE: Final = "actors.trainer.algorithms"
 CODE: Final = Path(__file__).resolve().parent.parent
 SECTIONS: Final = ("Args", "Returns", "Raises", "Edges", "Source", "Example")
 HEAD: Final = re.compile(rf"^({'|'.join(SECTIONS)}):$", re.MULTILINE)
+OTHER_LOSSES: Final = {"sft": "sft_loss", "dpo": "dpo_loss", "preference_ipo": "dpo_loss", "rm": "rm_loss"}
 METRIC: Final = re.compile(r"train/\w+$")
 ENTRY: Final = re.compile(r"^(\w+): ", re.MULTILINE)
 
@@ -37,6 +43,7 @@ shapes, defaults, metrics, edges and sources, and one example that a test runs. 
   allowed, or a missing column.
 - B is the number of samples, M the number of trained tokens, N the number of tokens of all samples. `[M]` is a shape.
 - Log-probs are natural logarithms at the sampling temperature. Losses are minimised.
+- Formulas are those of the settings, with their defaults: arguments have the same names.
 - Log-ratios are limited to +-`max_log_ratio` before they are exponentiated. The default of functions and of the setting
   is 20 nats. Estimators of advantages, returns, whitening and reductions limit nothing.
 
@@ -181,6 +188,34 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default else "")
 
 
+@cache
+def formulas() -> Mapping[str, Mapping[str, str]]:
+    """Return the formulas of the types that each function computes, by setting and type: settings tables name them."""
+    from actors.trainer.algorithms.kl import FORMS  # imports torch
+    from actors.trainer.algorithms.policy_losses import LOSSES
+    from actors.trainer.algorithms.reductions import AggMode
+    from actors.trainer.step.estimator import ESTIMATORS
+
+    losses = {name: _name_of(function) for name, function in LOSSES.items()} | OTHER_LOSSES
+    estimators = {name: _name_of(estimate.function) for name, estimate in ESTIMATORS.items()} | {"ppo": "gae"}
+    found: dict[str, dict[str, str]] = {}
+    for key, union, functions in (
+        ("loss", Loss, losses),
+        ("estimator", Estimator, estimators),
+        ("kl", Kl, dict.fromkeys(FORMS, "kl_divergence")),
+        ("reduction", Reduction, dict.fromkeys(get_args(AggMode), "reduction")),
+    ):
+        for table in get_args(union):
+            function, formula = functions.get(type_of(table)), default_formula(table)
+            if function is not None and formula:
+                found.setdefault(function, {})[f'algorithm.{key}.type = "{type_of(table)}"'] = formula
+    return found
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "func", function).__name__)
+
+
 def page(source: Source) -> str:
     """Return the page of one module."""
     parts = sections_of(source.docstring)
@@ -246,6 +281,8 @@ def _function(source: Source, node: ast.FunctionDef) -> list[str]:
     lines = [f"## `{node.name}`", "", parts["summary"], ""]
     lines += ["```python", f"from {source.name} import {node.name}", "", signature(node, name=node.name), "```", ""]
     lines += [parts["text"], ""] if parts["text"] else []
+    for setting, formula in formulas().get(node.name, {}).items():
+        lines += [f"Formula of `{setting}`: `{formula}`", ""]
     lines += [f"- `{name}`: {text}" for name, text in entries_of(parts.get("Args", "")).items()]
     if node.returns is not None and "Returns" in parts:
         parts["Returns"] = f"`{ast.unparse(node.returns)}`. {parts['Returns']}"

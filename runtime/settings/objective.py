@@ -54,6 +54,13 @@ def formula_of(table: Choice, **given: str) -> str:
     return table.formula.format_map(_Shown(table, **given))
 
 
+def default_formula(table: type[Choice]) -> str:
+    """Return the formula of a type with its defaults; empty if it has none, or a key without a default."""
+    if not table.formula or any(field.required for field in msgspec.structs.fields(table)):
+        return ""
+    return formula_of(table(), old="old policy", scale="length")
+
+
 def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
     """Describe the loss that a recipe minimises, term by term."""
     if trains_reward_model(recipe):

@@ -6,12 +6,17 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from actors.reward.graders.builtin import BUILT_IN_GRADERS, FUNCTIONS
 from bin import describe_algorithms
-from bin.describe_algorithms import Source, entries_of, graders_page, page, sections_of, sources
+from bin.describe_algorithms import Source, entries_of, formulas, graders_page, page, sections_of, sources
+from runtime.settings.reading.config import type_of
+from runtime.settings.tables.algorithm import Kl, Reduction
+from runtime.settings.tables.estimators import Estimator
+from runtime.settings.tables.losses import Loss
 from tests.docs.snippets import snippets
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms"
@@ -35,7 +40,7 @@ def faults(source: Source) -> Iterator[str]:
                 yield f"{node.name}: {argument.arg} is not described"
             elif ARRAYS.search(kind) and not SHAPED.search(text):
                 yield f"{node.name}: {argument.arg} has no shape"
-        if not re.search(r"[-+*/=]|exp|mean", parts["text"] + parts["summary"]):
+        if node.name not in formulas() and not re.search(r"[-+*/=]|exp|mean", parts["text"] + parts["summary"]):
             yield f"{node.name}: no formula"
         whole = ast.get_docstring(node) or ""
         if node.returns and RETURNS_TENSORS.search(ast.unparse(node.returns)) and not STATES_CLAMP.search(whole):
@@ -112,6 +117,22 @@ def test_every_import_path_of_a_page_exists(name: str) -> None:
     public = [node.name for node in (*SOURCES[name].classes, *SOURCES[name].functions)]
     assert {imported for _, imported in found} >= set(public)
     assert [pair for pair in found if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
+
+
+def test_the_formula_of_each_type_stands_on_the_page_of_its_function_alone() -> None:
+    """A settings table declares it; the docstring of the function and the pages by hand do not say it again."""
+    assert {"ppo_loss", "dppo_loss", "sft_loss", "dpo_loss", "rm_loss", "gae", "kl_divergence"} <= formulas().keys()
+    tables = [table for union in (Loss, Estimator, Kl, Reduction) for table in get_args(union)]
+    computed = [setting for settings in formulas().values() for setting in settings]
+    assert len(computed) == len(set(computed)) == len([table for table in tables if type_of(table) != "custom"])
+    shown = "".join(map(page, SOURCES.values()))
+    for settings in formulas().values():
+        for setting, formula in settings.items():
+            assert shown.count(f"Formula of `{setting}`: `{formula}`\n") == 1
+    docstrings = [ast.get_docstring(node) or "" for source in SOURCES.values() for node in source.functions]
+    by_hand = [*docstrings, *(path.read_text() for path in (DOCS.parents[1] / "train").glob("*.md"))]
+    long = [formula for settings in formulas().values() for formula in settings.values() if len(formula) > 20]
+    assert [formula for formula in long if any(formula in text for text in by_hand)] == []
 
 
 def test_signatures_have_defaults_and_types_and_a_class_its_fields() -> None:

@@ -127,7 +127,7 @@ def grpo_advantages(
 ) -> Floats:
     """GRPO: centre and scale rewards within each prompt group.
 
-    (reward - mean) / (std + 1e-6), with mean and standard deviation over the group's rollouts.
+    Mean and standard deviation are over the group's rollouts.
 
     Args:
         rewards: [B], reward units.
@@ -163,8 +163,6 @@ def rloo_advantages(
     rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike | None = None, *, group_of_one: GroupOfOne = "zero"
 ) -> Floats:
     """RLOO: subtract the mean reward of the group's other rollouts.
-
-    (reward - mean) n / (n - 1), with the mean over all n rollouts of the group.
 
     Args:
         rewards: [B], reward units.
@@ -230,7 +228,7 @@ def gpg_advantages(
 ) -> Floats:
     """GPG: centre rewards within each group, and scale them by the share of rewards that are not 0 in the batch.
 
-    alpha (reward - mean), with alpha = rollouts of the batch / rollouts with a reward other than 0.
+    The scale, alpha, counts rollouts of the batch.
 
     Args:
         rewards: [B], reward units.
@@ -257,7 +255,7 @@ def gpg_advantages(
 def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike | None = None) -> Floats:
     """MaxRL: centre rewards within each group and divide them by the group's mean.
 
-    (reward - mean) / mean. Rewards should not be negative.
+    Rewards should not be negative.
 
     Args:
         rewards: [B], reward units.
@@ -290,8 +288,6 @@ def passk_advantages(
     group_of_one: GroupOfOne = "zero",
 ) -> Floats:
     """GRPO for pass@k: only the best rollout of a group has an advantage, its distance from the second best.
-
-    (best - second best) / (std + 1e-6) for the best rollout, 0 for the others.
 
     Args:
         rewards: [B], reward units.
@@ -326,8 +322,6 @@ def passk_advantages(
 def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, *, normalize: bool = True) -> Floats:
     """REINFORCE: subtract the mean reward of the batch, or nothing.
 
-    reward - mean over all rollouts of the batch, or the reward.
-
     Args:
         rewards: [B], reward units.
         rollouts: [B], integers or texts, equal for the parts of one rollout.
@@ -357,7 +351,7 @@ def gdpo_advantages(
 ) -> Floats:
     """GDPO: normalize each of several rewards within its group, and add them up with weights.
 
-    sum over names of weight (reward - mean) / (std + 1e-6). The caller whitens the sum over the tokens of the batch.
+    The caller whitens the sum over the tokens of the batch.
 
     Args:
         named_rewards: [B] each, reward units, by name.
@@ -397,8 +391,6 @@ def gdpo_advantages(
 
 def remax_advantages(rewards: ArrayLike, baseline_rewards: ArrayLike) -> Floats:
     """ReMax: subtract the reward of the greedy sample of the same prompt.
-
-    reward - greedy reward.
 
     Args:
         rewards: [B], reward units.

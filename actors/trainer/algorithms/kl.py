@@ -79,10 +79,8 @@ def kl_divergence(
 ) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
-    With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, and low_var_kl = k3 clamped to
-    10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative. "k3+" has the value of low_var_kl,
-    which verl calls k3, and the gradient of k2, which is an unbiased gradient of the divergence. So has "k1+", with the
-    value of k1.
+    d is log_probs - ref_log_probs. k1 and k3 are unbiased, and k3 is never negative. verl calls low_var_kl k3. The
+    gradient of k1+ and k3+ is an unbiased gradient of the divergence.
 
     With old log-probs the estimate is multiplied by exp(log_probs - old_log_probs), with its gradient: then estimate
     and gradient are unbiased for tokens that the old policy sampled.

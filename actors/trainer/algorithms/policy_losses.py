@@ -2,7 +2,8 @@
 
 A policy loss takes `LossInputs` and returns `Terms`: the loss of each token, which a reduction adds, and metrics of
 each token. Names of metrics begin with `train/`. Without tokens a loss returns empty tensors. A sequence without
-trained tokens changes no other sequence. With an advantage of 0 the policy term has no gradient.
+trained tokens changes no other sequence. With an advantage of 0 the policy term has no gradient. In formulas A is the
+advantage, p the probability of a token by the policy, p_old by the old policy and q by the engine; sg has no gradient.
 
 Example:
     ```python
@@ -46,7 +47,7 @@ Divergence = Literal["tv", "kl"]
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
-    """Cross-entropy loss of demonstration tokens: -log p.
+    """Cross-entropy loss of demonstration tokens.
 
     Args:
         log_probs: [M], of the model being trained.
@@ -72,12 +73,6 @@ def ppo_loss(
     max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """PPO clipped surrogate loss, with a separate upper clip and dual clip for negative advantages.
-
-    With r = exp(log_probs - old_log_probs) and advantage A, the loss is
-
-        max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A)
-
-    and for A < 0 it is at most -eps_clip_c A.
 
     Args:
         inputs: Uses log_probs, old_log_probs and advantages.
@@ -114,7 +109,7 @@ def gspo_loss(
 ) -> Terms:
     """GSPO: the clipped loss of PPO with one ratio for each sequence, the geometric mean over its trained tokens.
 
-    log r = mean over the sequence of (log_probs - old_log_probs), with its gradient; then as `ppo_loss`.
+    The mean of the log-ratios has its gradient.
 
     Args:
         inputs: Uses log_probs, old_log_probs, advantages and sequences.
@@ -148,8 +143,6 @@ def decoupled_ppo_loss(
     max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """Decoupled PPO: PPO around the old policy, weighted by old policy / engine, which sampled the tokens.
-
-    exp(old_log_probs - rollout_log_probs) times `ppo_loss`. The weight has no gradient.
 
     Args:
         inputs: Uses log_probs, old_log_probs, rollout_log_probs and advantages.
@@ -196,8 +189,6 @@ def cispo_loss(
 ) -> Terms:
     """CISPO: policy gradient weighted by the clipped ratio, which has no gradient, so that no token loses its gradient.
 
-    -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_probs, with r as in `ppo_loss`.
-
     Args:
         inputs: Uses log_probs, old_log_probs and advantages.
         eps_clip: Lower clip; 1 or more turns it off, as in the paper.
@@ -232,10 +223,8 @@ def dppo_loss(
 ) -> Terms:
     """DPPO: drop tokens whose probability has moved too far in the direction of their advantage.
 
-    -A sg(min(r, eps_clip_c)) log_probs, and 0 for a dropped token. With probabilities p (new) and q (old), a token
-    with A > 0 is dropped if the divergence is above eps_clip_high and p > q, any other if it is above eps_clip and
-    p < q. The divergence is |p - q| ("tv"), or that of Bernoulli distributions, q log(q / p) +
-    (1 - q) log((1 - q) / (1 - p)) ("kl", with 1e-8 added to 1 - q and 1 - p).
+    With "kl" the divergence is that of the Bernoulli distributions of the token and all others, p_old log(p_old / p) +
+    (1 - p_old) log((1 - p_old) / (1 - p)), with 1e-8 added to 1 - p_old and 1 - p.
 
     Args:
         inputs: Uses log_probs, old_log_probs and advantages.
@@ -286,10 +275,6 @@ def prime_rl_loss(
 ) -> Terms:
     """prime-rl's default loss: policy over engine, without tokens whose probability has moved too far.
 
-    -adv_tau A r + kl_tau (log r)^2, with log r = log_probs - rollout_log_probs. A token loses its first term if A > 0
-    and its probability is above the engine's by more than dppo_mask_high, or A <= 0 and it is below by more than
-    dppo_mask_low.
-
     Args:
         inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
         dppo_mask_low: Probability, 0 to 1.
@@ -330,8 +315,6 @@ def prime_rl_ipo_loss(
 ) -> Terms:
     """prime-rl's loss with the mask that it calls IPO: tokens whose probability has moved too far in any direction.
 
-    As `prime_rl_loss`, but a token loses its first term if |probability - the engine's| > ipo_threshold.
-
     Args:
         inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
         ipo_threshold: Probability, 0 to 1.
@@ -356,8 +339,6 @@ def sapo_loss(
     inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, max_log_ratio: float = MAX_LOG_RATIO
 ) -> Terms:
     """SAPO: a smooth gate instead of a clip.
-
-    -A sigmoid(tau (r - 1)) 4 / tau, with r as in `ppo_loss`, tau = tau_pos for A > 0 and tau_neg otherwise.
 
     Args:
         inputs: Uses log_probs, old_log_probs and advantages.
@@ -390,8 +371,7 @@ def gmpo_loss(
 ) -> Terms:
     """GMPO: one ratio for each sequence, the geometric mean of its tokens' clipped ratios.
 
-    With d = log_probs - old_log_probs, d is limited to at most eps_clip_high where A > 0, and to at least -eps_clip
-    where A < 0. The loss of each token is -mean(A) exp(mean(d)), with means over the sequence.
+    Means are over the sequence, and each of its tokens has this loss.
 
     Args:
         inputs: Uses log_probs, old_log_probs, advantages and sequences. The tokens of a sequence share an advantage.
@@ -422,7 +402,7 @@ def gmpo_loss(
 
 
 def gpg_loss(inputs: LossInputs) -> Terms:
-    """Policy gradient without a ratio: -A log_probs.
+    """Policy gradient without a ratio.
 
     Args:
         inputs: Uses log_probs and advantages; no old log-probs.

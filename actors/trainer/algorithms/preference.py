@@ -49,10 +49,8 @@ def dpo_loss(
 ) -> Terms:
     """DPO: raise the log-prob of the chosen response above that of the rejected one, relative to the reference.
 
-    With h = sum of (log_probs - ref_log_probs) of the chosen response minus that of the rejected one:
-
-        "sigmoid": -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h)
-        "ipo": (h - 1 / (2 beta))^2, with averages over tokens in place of the sums
+    h is the sum of log_probs - ref_log_probs of the chosen response minus that of the rejected one. With "ipo" averages
+    over tokens take the place of the sums.
 
     Args:
         inputs: Uses log_probs, ref_log_probs, rollouts and advantages. A rollout is a pair. The advantage is above 0
@@ -91,11 +89,9 @@ def dpo_loss(
 
 
 def rm_loss(rewards: Tensor, signs: Tensor, pairs: Sequences, *, label_smoothing: float = 0.0) -> Terms:
-    """Loss of a reward model (Bradley-Terry): -log sigmoid of the chosen response's reward minus the rejected one's.
+    """Loss of a reward model (Bradley-Terry).
 
-    With h = reward of the chosen response - reward of the rejected one:
-
-        -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
+    h is the reward of the chosen response minus that of the rejected one.
 
     Args:
         rewards: [M], float32 or float64, with gradient: reward of each response, read at its last token.

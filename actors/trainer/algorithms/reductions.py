@@ -55,19 +55,14 @@ def reduction(
 ) -> Reduction:
     """Compute how the token losses of one optimizer step are reduced to its loss.
 
-    - "token-mean": the mean over all trained tokens.
-    - "rollout-mean": the mean over rollouts of each rollout's mean over its tokens. Its parts share a vote.
-    - "seq-mean-token-mean": the mean over samples of each sample's mean over its tokens.
-    - "seq-mean-token-sum-norm": the mean over rollouts of each rollout's sum over its tokens, divided by a constant.
-
-    The loss is sum(token weight * token loss) / max(sum(shares), 1). For a component with tokens of its own, such as a
-    likelihood of good samples, `mask_sums` counts these tokens alone: with "token-mean" each component is then a mean
-    over its own count, as in prime-rl.
+    Tokens are trained tokens. The parts of a rollout share a vote. The loss is sum(token weight * token loss) /
+    max(sum(shares), 1). For a component with tokens of its own, such as a likelihood of good samples, `mask_sums`
+    counts these tokens alone: with "token-mean" each component is then a mean over its own count, as in prime-rl.
 
     Args:
         mask_sums: [B], integers, trained tokens of each sample.
         rollouts: [B], integers or texts, equal for the parts of one rollout.
-        mode: One of the above.
+        mode: Type of `algorithm.reduction`.
         scale: Constant of "seq-mean-token-sum-norm", in tokens.
         count_masked: Whether a rollout (or sample) without trained tokens counts in the denominator.
 

@@ -150,8 +150,7 @@ def gae(
 ) -> Advantages:
     """Generalized advantage estimation, and the returns that the critic learns.
 
-    delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lambd * A_{t+1}, where t + 1 is the next token of
-    the mask. The return of a token is A_t + V_t, with the A_t of critic_lambd.
+    The next token is that of the mask. The return of a token is its advantage with critic_lambd, plus its value.
 
     Args:
         rewards: [N], reward units per token; or [B, T], a row per sample, without lengths.
@@ -214,8 +213,8 @@ def ppo_advantages(
 ) -> Advantages:
     """PPO with a critic: GAE on the rewards of `token_rewards`.
 
-    r_t = -kl_coef * kl_t, + the sample's reward at its last response token; then `gae`. Advantages and returns come
-    from the same rewards, so that actor and critic see the same KL divergence.
+    advantages, returns = gae(token_rewards(rewards, kl), values). Both come from the same rewards, so that actor and
+    critic see the same KL divergence.
 
     Args:
         rewards: [B], reward units.
@@ -271,8 +270,8 @@ def reinforce_plus_plus_advantages(
 ) -> Advantages:
     """REINFORCE++: the discounted return of each token, without a baseline.
 
-    r_t = -kl_coef * kl_t at trained tokens, + the sample's reward at its last trained token; A_t = G_t =
-    r_t + gamma * G_{t+1} over the response. Train steps whiten the result.
+    The rewards r are those of `token_rewards`, of trained tokens; tokens follow each other over the response. Train
+    steps whiten the result.
 
     Args:
         rewards: [B], reward units.
@@ -316,7 +315,7 @@ def reinforce_plus_plus_baseline_advantages(
 ) -> Advantages:
     """REINFORCE++ with the mean reward of the prompt group as a baseline, and the KL divergence of each token.
 
-    A_t = (reward - mean of the group) - kl_coef * kl_t. Train steps whiten the result.
+    Each token loses kl_coef times its divergence. Train steps whiten the result.
 
     Args:
         rewards: [B], reward units.

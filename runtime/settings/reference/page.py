@@ -14,7 +14,7 @@ from typing import Any, Final, get_origin
 
 import msgspec
 
-from runtime.settings.objective import formula_of
+from runtime.settings.objective import default_formula
 from runtime.settings.reading.access import Access, access_of
 from runtime.settings.reading.config import Choice, Config, type_of
 from runtime.settings.reading.schema import choices, describe, is_config, item_type
@@ -185,10 +185,8 @@ def _section(table: Table) -> str:
 
 def _formula(config: type[Choice]) -> str:
     """Say the formula of a type with its defaults, and its source."""
-    if not config.formula or any(field.required for field in msgspec.structs.fields(config)):
-        return ""
-    formula = formula_of(config(), old="old policy", scale="length")
-    return f" `{formula}`{f' ({config.source})' if config.source else ''}."
+    formula = default_formula(config)
+    return f" `{formula}`{f' ({config.source})' if config.source else ''}." if formula else ""
 
 
 def _row(table: Table, field: msgspec.structs.FieldInfo) -> str:

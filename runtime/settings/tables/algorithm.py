@@ -59,27 +59,39 @@ class _Sampled(KlTable, frozen=True, kw_only=True):
 
 
 class K1(_Sampled, frozen=True, kw_only=True, tag="k1"):
-    """d: unbiased, and may be negative."""
+    """Unbiased, and may be negative."""
+
+    formula = "d"
 
 
 class K2(_Sampled, frozen=True, kw_only=True, tag="k2"):
-    """d^2 / 2."""
+    """Half the square of the log-ratio."""
+
+    formula = "d^2 / 2"
 
 
 class K3(_Sampled, frozen=True, kw_only=True, tag="k3"):
-    """exp(-d) - 1 + d: unbiased, and never negative."""
+    """Unbiased, and never negative."""
+
+    formula = "exp(-d) - 1 + d"
 
 
 class LowVarKl(_Sampled, frozen=True, kw_only=True, tag="low_var_kl"):
     """k3, limited to 10 nats."""
 
+    formula = "k3, at most 10"
+
 
 class K1Plus(KlTable, frozen=True, kw_only=True, tag="k1+"):
     """The value of k1 and the gradient of k2, which is an unbiased gradient of the divergence."""
 
+    formula = "k1, with the gradient of k2"
+
 
 class K3Plus(KlTable, frozen=True, kw_only=True, tag="k3+"):
     """The value of low_var_kl and the gradient of k2, which is an unbiased gradient of the divergence."""
+
+    formula = "low_var_kl, with the gradient of k2"
 
 
 Kl = K1 | K2 | K3 | LowVarKl | K1Plus | K3Plus

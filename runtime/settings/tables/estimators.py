@@ -182,7 +182,8 @@ class Gdpo(_Scales, frozen=True, kw_only=True, tag="gdpo"):
     @property
     def rewards(self) -> str:
         """The rewards with their weights."""
-        return ", ".join(f"{weight:g} {key}" for key, weight in self.weights.items())
+        named = ", ".join(f"{weight:g} {key}" for key, weight in self.weights.items())
+        return named or "reward_keys with reward_weights"
 
 
 class Remax(EstimatorTable, frozen=True, kw_only=True, tag="remax"):

@@ -110,7 +110,10 @@ class CispoLoss(_Clipped, frozen=True, kw_only=True, tag="cispo"):
 class DppoTvLoss(_Proportional, frozen=True, kw_only=True, tag="dppo_tv"):
     """DPPO: drop tokens whose probability has moved too far in the direction of their advantage."""
 
-    formula = "-A sg(min(r, {eps_clip_c})) log p unless |p - p_old| > {eps_clip} (up: {above})"
+    formula = (
+        "-A sg(min(r, {eps_clip_c})) log p, A = 0 where A > 0 and p - p_old > {above}, or A <= 0 and "
+        "p_old - p > {eps_clip}, r = policy p / {old}"
+    )
     source = "DPPO, arXiv 2602.04879"
 
     # Largest divergence of tokens that became less likely.
@@ -129,7 +132,10 @@ class DppoTvLoss(_Proportional, frozen=True, kw_only=True, tag="dppo_tv"):
 class DppoKlLoss(DppoTvLoss, frozen=True, kw_only=True, tag="dppo_kl"):
     """DPPO with the divergence of Bernoulli distributions in place of the change of the probability."""
 
-    formula = "-A sg(min(r, {eps_clip_c})) log p unless KL(p_old, p) > {eps_clip} (up: {above})"
+    formula = (
+        "-A sg(min(r, {eps_clip_c})) log p, A = 0 where A > 0, p > p_old and KL(p_old, p) > {above}, or A <= 0, "
+        "p < p_old and KL(p_old, p) > {eps_clip}, r = policy p / {old}"
+    )
 
 
 class _OverEngine(LossTable, frozen=True, kw_only=True):
@@ -158,8 +164,8 @@ class PrimeRlLoss(_OverEngine, frozen=True, kw_only=True, tag="prime_rl"):
     """prime-rl's default loss: policy over engine, without tokens whose probability has moved too far."""
 
     formula = (
-        "-{adv}A r + {kl_tau} (log r)^2, A = 0 where p - q > {dppo_mask_high} or < -{dppo_mask_low}, "
-        "r = policy p / engine q"
+        "-{adv}A r + {kl_tau} (log r)^2, A = 0 where A > 0 and p - q > {dppo_mask_high}, or A <= 0 and "
+        "q - p > {dppo_mask_low}, r = policy p / engine q"
     )
     source = "prime-rl's default; arXiv 2602.04879"
 
@@ -194,7 +200,10 @@ class SapoLoss(_Proportional, frozen=True, kw_only=True, tag="sapo"):
 class GmpoLoss(_Clipped, frozen=True, kw_only=True, tag="gmpo"):
     """GMPO: one ratio for each sample, the geometric mean of its tokens' clipped ratios."""
 
-    formula = "-mean(A) exp(mean(log r limited to [-{eps_clip}, {above}])), r = policy / {old}"
+    formula = (
+        "-mean(A) exp(mean(d)), d = log r, at most {above} where A > 0, at least -{eps_clip} where A < 0, "
+        "r = policy / {old}"
+    )
     source = "GMPO, arXiv 2507.20673"
 
     # Largest fall of a log-prob, in nats.
