@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.settings.devices import ON_CPU
 from tests.bench.bench_engine import real_rounds
 from tests.bench.bench_trainer import REAL, TOPOLOGY, real_batch
 from tests.support.tiny_engine import write_config
@@ -81,7 +82,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.3, help="for each matrix (default 0.3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the trainer")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in a run; read when torch is imported
+    if not ON_CPU.items() <= os.environ.items():  # as in a run; malloc reads its own before Python begins
+        again = [sys.executable, "-m", "tests.bench.bench_step", *(sys.argv[1:] if argv is None else argv)]
+        os.execve(sys.executable, again, os.environ | ON_CPU)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # likewise; read when torch is imported
     import torch
 
     torch.set_num_threads(args.threads)

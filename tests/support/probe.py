@@ -60,7 +60,7 @@ def facts() -> dict[str, Any]:
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "score": Path("/proc/self/oom_score_adj").read_text(),
         "folder": os.getcwd(),
-        "mapped": [_is_mapped(size_bytes) for size_bytes in (700_000, 2_000_000)],
+        "mapped": [_is_mapped(size_bytes) for size_bytes in (64 << 20, 256 << 20)],
         "gc": [gc.isenabled(), gc.get_threshold()],
         "streams": [
             [stream.encoding, stream.errors, stream.isatty()] for stream in (sys.stdin, sys.stdout, sys.stderr)

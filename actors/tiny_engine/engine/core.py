@@ -15,6 +15,7 @@ from runtime.models.config import ModelDescription, ModelError, read_model
 from runtime.models.directory import CONFIG, has_file
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
+LARGE_BYTES: Final = 1 << 26  # of weights whose memory is given back after an update
 
 
 class Settings(NamedTuple):
@@ -97,6 +98,8 @@ class Core:
         self._check_same_model(directory)
         self._weights = model.load(self._model.shape, directory, self._dtype)
         self.scheduler.use_weights(self._weights)
+        if sum(tensor.nbytes for tensor in self._weights.fused.values()) >= LARGE_BYTES:
+            _trim()  # of the weights before
         return self.updated(version=version, flush=flush)
 
     def updated(self, *, version: str | None, flush: bool) -> Updated:

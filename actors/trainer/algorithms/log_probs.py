@@ -29,6 +29,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # float32 logits per chunk; a CPU chunk should fit the CPU cache
 LEAST_ROWS = 256  # of a chunk, up to `MOST_ELEMENTS`: each chunk reads the weight and adds to its gradient
 MOST_ELEMENTS = 1 << 24
+SLICE_ELEMENTS = 1 << 20  # of a product in bfloat16 that is added to float32
 LOWEST = torch.finfo(torch.float32).min
 KEPT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 26}  # logits kept for the backward pass; the others are recomputed
 
@@ -202,10 +203,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
                 continue
-            if gradient.dtype is torch.float32:
-                of_weight.addmm_(gradient.t(), hidden_MH[rows])
-            else:
-                of_weight += gradient.t() @ hidden_MH[rows]
+            add_product(of_weight, gradient.t(), hidden_MH[rows])
         if ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group)
         returned = None
@@ -213,6 +211,20 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             is_added = ctx.into_VH is not None
             returned = torch.empty_like(weight_VH) if is_added else of_weight.to(weight_VH.dtype)
         return of_hidden, returned, None, None, None, None, None, None, None
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of matrices to a float32 matrix.
+
+    Factors in bfloat16 are multiplied in slices on the CPU: there the product of all rows, and the float32 copy of it
+    that the addition makes, would be written to memory and read again.
+    """
+    if left.dtype is torch.float32:
+        into.addmm_(left, right)
+        return
+    num_rows = len(into) if into.is_cuda else max(SLICE_ELEMENTS // right.size(1), 1)
+    for own, factor in zip(into.split(num_rows), left.split(num_rows), strict=True):
+        own += torch.mm(factor, right)
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:

@@ -22,7 +22,7 @@ from actors.trainer.megatron.imports import (
 from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
-from actors.trainer.megatron.layers.head import Model, MtpLayer, ValueHead
+from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.models.blocks import Attention
@@ -151,6 +151,9 @@ def with_gradients(chunk: Any, config: Any, trainer: TrainerConfig) -> Any:
     )
     inner = Float16Module(config, chunk) if config.params_dtype is torch.bfloat16 else chunk
     wrapped = DistributedDataParallel(config, ddp, inner)
+    for module in chunk.modules():
+        if isinstance(module, Embedding):
+            module.adds_rows = not trainer.ddp.overlap_grad_reduce
     alone = (
         parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
         and parallel_state.get_expert_data_parallel_group().size() == 1

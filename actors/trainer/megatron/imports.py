@@ -36,6 +36,7 @@ _NAMES: Final = {
     "OptimizerConfig": "optimizer",
     "get_forward_backward_func": "pipeline_parallel",
     "ColumnParallelLinear": "tensor_parallel",
+    "VocabParallelEmbedding": "tensor_parallel",
     "gather_from_sequence_parallel_region": "tensor_parallel",
     "initialize_rng_tracker": "tensor_parallel.random",
     "model_parallel_cuda_manual_seed": "tensor_parallel.random",
@@ -124,6 +125,7 @@ get_megatron_optimizer: Any = _parts["get_megatron_optimizer"]
 OptimizerConfig: Any = _parts["OptimizerConfig"]
 get_forward_backward_func: Any = _parts["get_forward_backward_func"]
 ColumnParallelLinear: Any = _parts["ColumnParallelLinear"]
+VocabParallelEmbedding: Any = _parts["VocabParallelEmbedding"]
 gather_from_sequence_parallel_region: Any = _parts["gather_from_sequence_parallel_region"]
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]

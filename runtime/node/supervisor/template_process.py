@@ -22,8 +22,7 @@ from typing import Any, Final, NamedTuple
 from runtime.util.descendants import set_parent_death_signal
 from runtime.util.proc import stat_of
 
-MMAP_THRESHOLD: Final = "MALLOC_MMAP_THRESHOLD_"
-M_MMAP_THRESHOLD: Final = -3
+MALLOPT: Final = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}  # malloc.h
 PR_SET_MM: Final = 35
 PR_SET_MM_MAP: Final = 14
 MAX_DESCRIPTORS: Final = 16  # of one message
@@ -208,7 +207,7 @@ def _become(request: _Request, gate: socket.socket) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.dup2(1, 2)
-    _set_mmap_threshold(request.environment.get(MMAP_THRESHOLD))
+    _set_malloc(request.environment)
     os.environ.clear()
     os.environ.update(request.environment)
     _show_as(request.command, request.environment)
@@ -220,10 +219,12 @@ def _become(request: _Request, gate: socket.socket) -> None:
     socket.socket(fileno=telling).send(READY)
 
 
-def _set_mmap_threshold(size_bytes: str | None) -> None:
-    """Do what the C library does with this variable when a process starts."""
-    if size_bytes != os.environ.get(MMAP_THRESHOLD) and not _libc.mallopt(M_MMAP_THRESHOLD, int(size_bytes or "")):
-        raise Unfit(f"the C library takes no {MMAP_THRESHOLD}={size_bytes}")
+def _set_malloc(environment: dict[str, str]) -> None:
+    """Do what the C library does with these variables when a process starts."""
+    for name, parameter in MALLOPT.items():
+        value = environment.get(name)
+        if value != os.environ.get(name) and not _libc.mallopt(parameter, int(value or "")):
+            raise Unfit(f"the C library takes no {name}={value}")
 
 
 def _show_as(command: list[str], environment: dict[str, str], *, try_only: bool = False) -> None:

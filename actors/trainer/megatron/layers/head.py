@@ -1,10 +1,11 @@
-"""Output head and MTP layer: log-probs from hidden states of trained positions, without logits of other positions."""
+"""Embedding, output head and MTP layer. The head computes log-probs of trained positions, and no other logits."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
@@ -12,6 +13,7 @@ from actors.trainer.megatron.imports import (
     ColumnParallelLinear,
     GPTModel,
     MultiTokenPredictionLayer,
+    VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     parallel_state,
     recomputed,
@@ -92,6 +94,40 @@ class Head(ColumnParallelLinear):
         return weight, into
 
 
+class _Embedded(torch.autograd.Function):
+    """Rows of an embedding. Their gradients are added to `main_grad`, and autograd gets none.
+
+    Autograd's own gradient has a row for each token of the vocabulary.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.tokens, ctx.main_grad = tokens, weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.main_grad.index_add_(0, ctx.tokens.flatten(), gradient.flatten(0, -2).to(ctx.main_grad.dtype))
+        return None, None
+
+
+class Embedding(VocabParallelEmbedding):
+    """Megatron's vocabulary-parallel embedding, which on the CPU adds only the gradients of the rows used."""
+
+    adds_rows = False  # Megatron's overlapped reduction waits for a gradient of each parameter from autograd
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return the rows of token ids [b, s], [b, s, h]."""
+        weight = self.weight
+        takes_gradient = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")
+        is_whole = self.tp_group.size() == 1 and not self.reduce_scatter_embeddings
+        is_sparse = input_.numel() < len(weight) and not input_.is_cuda
+        if not (self.adds_rows and takes_gradient and is_whole and is_sparse):
+            return super().forward(input_)
+        rows: Any = _Embedded.apply(input_, weight)
+        return rows
+
+
 class ValueHead(nn.Linear):
     """Output layer that computes one value per position: of a critic, or of a reward model.
 
@@ -143,6 +179,8 @@ class Model(GPTModel):
         super().__init__(*args, **options)
         if self.post_process:
             self.output_layer.__class__ = Head  # GPTModel has no option for it, and Head adds no state
+        if self.pre_process:
+            self.embedding.word_embeddings.__class__ = Embedding
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The head adds its weight's gradient to Megatron's gradient buffer, and makes no other one of that size."""
+"""Head and embedding add their gradients to Megatron's gradient buffer, and make no other ones of that size."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from actors.trainer.algorithms import log_probs
 from actors.trainer.data.batch import make_micro_batch
-from actors.trainer.megatron.layers.head import Head
+from actors.trainer.megatron.imports import VocabParallelEmbedding
+from actors.trainer.megatron.layers.head import Embedding, Head
 from actors.trainer.megatron.rank_model import Replica
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
@@ -56,3 +57,33 @@ def test_the_gradient_of_the_output_weight_is_that_of_autograd(
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_gradient_of_the_embedding_is_that_of_autograd(
+    make_topology: MakeTopology, model_dir: Path, tied: bool, dtype: str, overlap: bool
+) -> None:
+    """Only a reduction that overlaps waits for autograd's own gradient, which has a row for each token."""
+    (model_dir / "config.json").write_text(json.dumps(TINY | {"tie_word_embeddings": tied, "vocab_size": 4096}))
+    topology = make_topology(
+        model={"hf_checkpoint": str(model_dir), "random_init": True, "dtype": dtype},
+        trainer={"ddp": {"overlap_grad_reduce": overlap}},
+    )
+    right, passes = Embedding.forward, list[bool]()
+
+    def forward(layer: Any, tokens: Tensor) -> Tensor:
+        rows = right(layer, tokens)
+        passes.append("_Embedded" in type(rows.grad_fn).__name__)
+        return rows
+
+    with mock.patch.object(Embedding, "forward", forward):
+        found, _ = gradients(topology)
+    assert passes == [not overlap] * 2
+    with mock.patch.object(Embedding, "forward", VocabParallelEmbedding.forward):
+        expected, _ = gradients(topology)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+    assert any(name.endswith("word_embeddings.weight") and one.count_nonzero() for name, one in found.items())
