@@ -14,7 +14,7 @@ from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
 from actors.trainer.megatron.layers.blockwise import Plan, Row, blockwise
-from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, own_context
+from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, Units, own_context
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
 
@@ -91,6 +91,8 @@ class CoreAttention(nn.Module):
             return self._varlen(query, key, value, row.stretches[0]).flatten(1)
         if query.is_cuda:
             return self._masked(query[:, None], key[:, None], value[:, None], row.mask(self._window))[:, 0].flatten(1)
+        if self._window is None and row.units is not None:
+            return _by_unit(query, key, value, row.units, self._scale).flatten(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         return blockwise(query, key, value, row.plan(self._window), self._scale)[0].transpose(0, 1).flatten(1)
 
@@ -186,6 +188,21 @@ def _shares_heads() -> bool:
 def _has_kernel(query: Tensor) -> bool:
     """Whether torch has a variable-length kernel for these queries."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _by_unit(query: Tensor, key: Tensor, value: Tensor, units: Units, scale: float | None) -> Tensor:
+    """Compute attention [t, heads, d] within each short unit of samples that share a prompt, with a float32 softmax."""
+    (batch, length), heads, sharing = units.size, key.size(1), query.size(1) // key.size(1)
+    query, key, value = (
+        each.index_select(0, units.places).view(batch, length, heads, -1, each.size(-1)).permute(0, 2, 3, 1, 4)
+        for each in (query, key, value)
+    )  # [b, kv heads, queries of a key-value head or 1, s, d]
+    joined = query.reshape(batch, heads, sharing * length, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    scores = (joined @ key.squeeze(2).transpose(2, 3)).float().view(batch, heads, sharing, length, length)
+    weights = scores.masked_fill(units.hidden, -torch.inf).softmax(-1).to(value.dtype)
+    attended = weights.view(batch, heads, sharing * length, length) @ value.squeeze(2)
+    rows = attended.view(batch, heads * sharing, length, -1).transpose(1, 2).flatten(0, 1)
+    return rows.index_select(0, units.back)
 
 
 def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

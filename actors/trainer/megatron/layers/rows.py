@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from actors.trainer.data.batch import SharedPrompts
 from actors.trainer.data.context import Context, Ints
+from actors.trainer.data.prompts import PADDING, PROMPT
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 from actors.trainer.megatron.layers.blockwise import Plan, Row
+
+SHORT_UNIT: Final = 192  # positions up to which units are computed whole: a call for each sample takes 4 times longer
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,13 @@ class PackedRow(PackedSeqParams):
     def _row(self) -> Row:
         return Row.of(self._lengths, self._context, self._shared)
 
+    @cached_property
+    def units(self) -> "Units | None":
+        """The row's units as rows of their own. None: no prompt is shared, a unit is long, or others have parts."""
+        if self._shared is None or self._context.size > 1 or int(self._lengths.max()) > SHORT_UNIT:
+            return None
+        return _units(self._lengths, self._row.owners, self._device)
+
     def plan(self, window: int | None) -> Plan:
         """Return the ranges of queries and keys of attention on the CPU, cached by window.
 
@@ -112,6 +122,15 @@ class PackedRow(PackedSeqParams):
         if window not in self._masks:
             self._masks[window] = self._row.mask(window).to(self._device)
         return self._masks[window]
+
+
+class Units(NamedTuple):
+    """Units of a packed row as rows of equal length."""
+
+    places: Tensor  # [b * s], position in the packed row; 0 in padding
+    back: Tensor  # [t], position of each position of the packed row in those rows
+    size: tuple[int, int]  # b, s
+    hidden: Tensor  # [b, 1, 1, s, s], true where a query does not see a key
 
 
 def packing(
@@ -157,3 +176,15 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """Return the positions of the ranges, concatenated."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(starts, lengths) + within
+
+
+def _units(lengths: Ints, owners: Ints, device: torch.device) -> Units:
+    """Lay the units out as rows. A position of padding sees itself."""
+    starts, within = np.cumsum(lengths) - lengths, np.arange(int(lengths.max()))
+    real = within < lengths[:, None]
+    places = np.where(real, starts[:, None] + within, 0)
+    owners = np.where(real, owners[places], PADDING)
+    sees = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == PROMPT)
+    sees &= within[:, None] >= within
+    placed, back = on_device([places.ravel(), np.flatnonzero(real)], device)
+    return Units(placed, back, (len(lengths), len(within)), torch.from_numpy(~sees[:, None, None]).to(device))

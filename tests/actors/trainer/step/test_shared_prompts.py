@@ -57,8 +57,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("short_unit", [0, rows.SHORT_UNIT], ids=["in blocks", "by unit"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_loss_and_gradients_are_those_of_samples_alone(make_topology: MakeTopology, algorithm: dict[str, Any]) -> None:
+def test_loss_and_gradients_are_those_of_samples_alone(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], short_unit: int
+) -> None:
+    monkeypatch.setattr(rows, "SHORT_UNIT", short_unit)
     batches = [with_prompts(random_batch(step)) for step in range(2)]
     close(*both(make_topology, batches, algorithm=algorithm, train={"max_tokens_per_gpu": 60}))
 
@@ -99,10 +103,11 @@ def test_prompts_are_computed_once(make_topology: MakeTopology) -> None:
     assert not any(one.shared for each in default._planner.steps(batch) for one in each.micro_batches)
 
 
-@pytest.mark.parametrize("short", [0, blockwise.SHORT_ROW])
+@pytest.mark.parametrize(("short", "short_unit"), [(0, 0), (blockwise.SHORT_ROW, 0), (0, rows.SHORT_UNIT)])
 def test_a_response_that_saw_another_would_be_found(
-    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, short: int
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, short: int, short_unit: int
 ) -> None:
+    monkeypatch.setattr(rows, "SHORT_UNIT", short_unit)
     batches = [with_prompts(random_batch(0))]
     _, alone = both(make_topology, batches)
     right = blockwise.Row.of
