@@ -91,24 +91,31 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        squares = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
+        wide = values.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = squares.div_(values.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(values, weight, scale)
-        return (values * scale).mul_(weight)
+        return _scaled(values, wide, scale).mul_(weight).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         values, weight, scale = ctx.saved_tensors
-        normal = values * scale
-        products = gradient * normal
-        along = (products @ weight).div_(values.size(-1))[..., None]
-        of_values = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return of_values, products.flatten(0, -2).sum(0), None
+        normal = _scaled(values, values.float(), scale)
+        wide, wide_weight = gradient.float(), weight.float()
+        products = wide * normal
+        along = (products @ wide_weight).div_(values.size(-1))[..., None]
+        of_values = (wide * wide_weight).addcmul_(normal, along, value=-1).mul_(scale)
+        return of_values.to(values.dtype), products.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+def _scaled(values: Tensor, wide: Tensor, scale: Tensor) -> Tensor:
+    """Return `wide` times `scale`: in place if it is a float32 copy of `values`."""
+    return wide * scale if wide is values else wide.mul_(scale)
 
 
 def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide values by the root mean square along the last dimension, and multiply by a weight."""
-    if values.dtype is not torch.float32 or values.is_cuda:  # torch has a kernel for these that sums in float32
+    if values.is_cuda or values.dtype not in (torch.float32, torch.bfloat16):  # torch has a kernel that sums in float32
         return F.rms_norm(values, weight.shape, weight, eps)
     normal: Any = _RmsNorm.apply(values, weight, eps)
     return normal

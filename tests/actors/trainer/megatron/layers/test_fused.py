@@ -57,6 +57,23 @@ def test_rms_norm() -> None:
     )
 
 
+def test_rms_norm_in_bfloat16_is_rounded_once() -> None:
+    """Outputs and gradients are those in float64 of the same numbers, up to the rounding of the result."""
+    given = [random(30, 2, 64).bfloat16(), (random(64) + 2).bfloat16()]
+    gradient = random(30, 2, 64).bfloat16()
+    found = [each.clone().requires_grad_() for each in given]
+    expected = [each.double().requires_grad_() for each in given]
+    out = fused.rms_norm(*found, 1e-3)
+    exact = F.rms_norm(expected[0], (64,), expected[1], 1e-3)
+    out.backward(gradient)
+    exact.backward(gradient.double())
+    for one, other in ((out, exact), *((own.grad, far.grad) for own, far in zip(found, expected, strict=True))):
+        assert one is not None
+        assert other is not None
+        assert one.dtype is torch.bfloat16
+        torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
+
+
 class Swiglu(torch.autograd.Function):
     """As Megatron's."""
 
