@@ -26,16 +26,43 @@ class Weight(msgspec.Struct, frozen=True):
     parts: Mapping[str, Shape]
     groups: int = 1
     joined: str = ""  # name of the parts together in engines; empty: that of the only part
+    is_stored_joined: bool = False  # the files have one tensor of that name: all rows of each part, part after part
 
     @property
     def engine_name(self) -> str:
         """Name in SGLang and the tiny engine."""
         return self.joined or next(iter(self.parts))
 
+    @property
+    def in_files(self) -> Mapping[str, Shape]:
+        """The tensors of the files, by name."""
+        if not self.is_stored_joined:
+            return self.parts
+        shapes = [*self.parts.values()]
+        return {self.joined: (sum(rows for rows, *_ in shapes), *shapes[0][1:])}
+
+    def rows_of(self, part: str) -> tuple[int, int]:
+        """Return where a part begins in the tensor of the files that holds all of them, and its number of rows."""
+        rows = {name: shape[0] for name, shape in self.parts.items()}
+        before = [*rows][: [*rows].index(part)]
+        return sum(rows[name] for name in before), rows[part]
+
     def within(self, name: str, of_files: str) -> "Weight":
         """Prefix the names with those of the module that has the tensor."""
         parts = {f"{of_files}.{part}": shape for part, shape in self.parts.items()}
-        return Weight(f"{name}.{self.name}", parts, self.groups, f"{of_files}.{self.joined}" if self.joined else "")
+        joined = f"{of_files}.{self.joined}" if self.joined else ""
+        return Weight(f"{name}.{self.name}", parts, self.groups, joined, self.is_stored_joined)
+
+    def renamed(self, names: Mapping[str, str]) -> "Weight":
+        """Replace pieces of the names in the files, each a whole number of words between dots."""
+
+        def spelled(name: str) -> str:
+            for usual, own in names.items():
+                name = f".{name}.".replace(f".{usual}.", f".{own}.").strip(".")
+            return name
+
+        parts = {spelled(part): shape for part, shape in self.parts.items()}
+        return msgspec.structs.replace(self, parts=parts, joined=spelled(self.joined))
 
 
 def within(weights: Iterable[Weight], name: str, of_files: str | None = None) -> Iterator[Weight]:
@@ -54,12 +81,19 @@ def linear(name: str, part: str, rows: int, columns: int, *, bias: bool = False)
 
 
 def fused(
-    name: str, rows: Mapping[str, int], columns: int, *, joined: str = "", bias: bool = False, groups: int = 1
+    name: str,
+    rows: Mapping[str, int],
+    columns: int,
+    *,
+    joined: str = "",
+    bias: bool = False,
+    groups: int = 1,
+    is_stored_joined: bool = False,
 ) -> Iterator[Weight]:
     """Yield the matrix of fused projections, and their bias if they have one."""
     for kind, further in (("weight", (columns,)), ("bias", ()))[: 1 + bias]:
         parts = {f"{part}.{kind}": (size, *further) for part, size in rows.items()}
-        yield Weight(f"{name}.{kind}", parts, groups, f"{joined}.{kind}" if joined else "")
+        yield Weight(f"{name}.{kind}", parts, groups, f"{joined}.{kind}" if joined else "", is_stored_joined)
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -146,6 +180,7 @@ class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     size: int
     bias: bool = False
+    is_stored_joined: bool = False  # the files have gate and up in one tensor
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
@@ -154,7 +189,8 @@ class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the tensors."""
         rows = {"gate_proj": self.size, "up_proj": self.size}
-        yield from fused("linear_fc1", rows, hidden, joined="gate_up_proj", bias=self.bias)
+        stored = self.is_stored_joined
+        yield from fused("linear_fc1", rows, hidden, joined="gate_up_proj", bias=self.bias, is_stored_joined=stored)
         yield from linear("linear_fc2", "down_proj", hidden, self.size, bias=self.bias)
 
 
@@ -188,18 +224,31 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
 
 
+class Norms(msgspec.Struct, frozen=True, kw_only=True):
+    """The RMSNorms of a layer, by their names in the files. Empty: the layer has no norm there."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""  # of what attention adds to the residual
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
 class Layer(msgspec.Struct, frozen=True):
-    """A decoder layer: attention and an MLP or experts, each after a norm."""
+    """A decoder layer: attention and an MLP or experts, with norms before, after, or on both sides of them."""
 
     attention: Attention | Mla
     mlp: Mlp | Experts
+    norms: Norms = Norms()
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the tensors."""
-        yield norm("input_layernorm", hidden)
+        norms = self.norms
+        yield from _norm_if(norms.before_attention, "input_layernorm", hidden)
         yield from within(self.attention.weights(hidden), "self_attention", "self_attn")
-        yield norm("pre_mlp_layernorm", hidden, "post_attention_layernorm")
+        yield from _norm_if(norms.after_attention, "self_attn_bda", hidden)
+        yield from _norm_if(norms.before_mlp, "pre_mlp_layernorm", hidden)
         yield from within(self.mlp.weights(hidden), "mlp")
+        yield from _norm_if(norms.after_mlp, "mlp_bda", hidden)
 
     def weights_of_a_token(self, hidden: int, *, matrices_only: bool = True) -> int:
         """Count the weights that each token is multiplied with; it passes only the experts chosen for it."""
@@ -208,6 +257,11 @@ class Layer(msgspec.Struct, frozen=True):
         if isinstance(self.mlp, Experts):
             met -= (self.mlp.num_experts - self.mlp.num_experts_per_tok) * 3 * self.mlp.size * hidden
         return met
+
+
+def _norm_if(of_files: str, name: str, hidden: int) -> Iterator[Weight]:
+    if of_files:
+        yield norm(name, hidden, of_files)
 
 
 def mtp_weights(hidden: int) -> Iterator[Weight]:
@@ -229,6 +283,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
+    names: tuple[tuple[str, str], ...] = ()  # pieces of names that the files spell otherwise than the blocks
+
+    def spelled(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        """Give the tensors their names in the files."""
+        return (weight.renamed(dict(self.names)) for weight in weights) if self.names else iter(weights)
 
     @property
     def num_layers(self) -> int:

@@ -122,7 +122,8 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
         intermediate_size=of_mlps.intermediate_size,
         rms_norm_eps=keys.rms_norm_eps,
         tie_word_embeddings=keys.tie_word_embeddings,
-        layers=tuple(map(Layer, attention, mlps)),
+        layers=tuple(Layer(own, mlp, family.norms) for own, mlp in zip(attention, mlps, strict=True)),
+        names=tuple(family.names.items()),
     )
     problems += _many_tensors(shape)
     return ModelDescription(

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from runtime.models import families as declarations
+from runtime.models.blocks import Norms
 from runtime.models.readers import AttentionKeys, DecoderKeys, MlpKeys
 
-_NO_CODE: Mapping[str, str] = {}
+_NONE: Mapping[str, str] = {}
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +30,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str  # class of transformers
     attention: type[AttentionKeys]
     mlp: type[MlpKeys]
+    norms: Norms = Norms()  # of each layer
+    names: Mapping[str, str] = _NONE  # pieces of names that the files spell otherwise than the blocks
     same: tuple[str, ...] = ()  # further model types that are published with this architecture
     without_effect: tuple[str, ...] = ()  # keys that its class reads, and that change no output of what is built here
-    code: Mapping[str, str] = _NO_CODE  # published code (auto_map) that computes what transformers' class does
+    code: Mapping[str, str] = _NONE  # published code (auto_map) that computes what transformers' class does
     on_sglang: str = "not tested"  # whether SGLang 0.5.23 serves it on the CPU
     ignored_by_sglang: Mapping[str, Any] = {}  # keys that SGLang ignores, with the value that it assumes
     predicts_sums: bool = False  # whether checksums of SGLang's tensors are predicted

@@ -54,6 +54,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
     rope_share: ClassVar[float] = 1.0  # rotated share of a head unless partial_rotary_factor says otherwise
     rope_type: ClassVar[str] = "llama3"  # supported besides "default"
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)  # supported in layer_types
+    is_interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring coordinates
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int | None = None
@@ -70,7 +71,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
         rope = problems.of(lambda: read_rope(self, share=self.rope_share, stretching=self.rope_type))
         if rope is None or problems:
             raise Unsupported(problems)
-        block = self.block(rope)
+        block = self.block(msgspec.structs.replace(rope, is_interleaved=self.is_interleaved))
         return tuple(self.of_layer(block, index) for index in range(self.num_hidden_layers))
 
     def of_layer(self, block: Any, index: int) -> Any:

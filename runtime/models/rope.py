@@ -45,6 +45,7 @@ class Rope(msgspec.Struct, frozen=True):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     yarn: Yarn | None = None  # of rope_type "yarn"
+    is_interleaved: bool = False  # neighbouring coordinates are rotated, not those of both halves
 
     def stretched(self, frequency: float) -> float:
         """Scale as rope_type "llama3": stretch long wavelengths by `factor`, keep short ones, interpolate between.

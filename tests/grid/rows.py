@@ -13,6 +13,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 DISTRIBUTED = {"use_distributed_optimizer": True}
 ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02}
 NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
+OF_BIASES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # kinds whose routers have biases of experts
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -159,7 +160,7 @@ class Row:
     def name(self) -> str:
         """As the table has it."""
         parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
-        parts += [NAMES[self.kind]] if self.kind in NAMES else []
+        parts += [NAMES.get(self.kind, self.kind)] if self.kind != "qwen3" else []
         parts += ["replay"] if self.replay else []
         parts += ["told experts"] if self.told else []
         parts += ["MTP"] if self.mtp else []
@@ -182,7 +183,7 @@ class Row:
         """The table `trainer` of its topology."""
         layout = self._sizes
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
-        if self.kind in ("glm4_moe", "deepseek_v3"):
+        if self.kind in OF_BIASES:
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
         if self.balance:
             megatron = megatron | {"moe_router_load_balancing_type": self.balance, **ROUTER_LOSSES}
@@ -245,6 +246,16 @@ MLA = (
     Row("EP2xCP2", kind="deepseek_v3", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="deepseek_v3", replay=True),
     Row("TP2+SPxPP2", kind="deepseek_v3", replay=True),
+)
+# blocks that other families have, in layouts that shard them
+FAMILIES = (
+    Row("TP2+SP", packed=True, tied=True, kind="glm4"),
+    Row("TP2", kind="glm4"),
+    Row("PP2", packed=True, tied=True, kind="glm4"),
+    Row("CP2", packed=True, kind="glm4"),
+    Row("EP2xTP2+SP", packed=True, kind="glm4_moe_lite", replay=True),
+    Row("PP2", kind="glm4_moe_lite", replay=True),
+    Row("EP2xCP2", packed=True, kind="glm4_moe_lite", replay=True),
 )
 # log-probs of groups before their batch
 AHEAD = (
@@ -371,11 +382,13 @@ FEW = (
     Row("EP2xCP2", kind="qwen3_moe", replay=True),
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
+    *(FAMILIES[row] for row in (0, 4)),
 )
 ALL = (
     *EXPERTS,
     *FURTHER,
     *MLA,
+    *FAMILIES,
     *AHEAD,
     *BALANCED,
     *TOLD,

@@ -110,6 +110,11 @@ _CHAT_ML_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SAMPLING: Final = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
 _LLAMA3: Final = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|start_header_id|>")
 _GLM: Final = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM_CHAT: Final = (
+    "[gMASK]<sop>{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{{- '\\n<think></think>' if "
+    "(enable_thinking is defined and not enable_thinking) else '' }}{%- endif %}"
+)
 _DEEPSEEK: Final = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
 _KIMI: Final = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
@@ -246,12 +251,71 @@ LAYOUTS: Final[dict[str, Layout]] = {
             "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
         },
         _GLM,
-        "[gMASK]<sop>{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endfor %}"
-        "{%- if add_generation_prompt %}<|assistant|>{{- '\\n<think></think>' if "
-        "(enable_thinking is defined and not enable_thinking) else '' }}{%- endif %}",
+        _GLM_CHAT,
         "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
         {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
         shards=True,
+    ),
+    "GLM-4-9B-0414": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "head_dim": 16},
+            **{"pad_token_id": "<|endoftext|>", "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"]},
+            **{"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0},
+            **{"tie_word_embeddings": False, "transformers_version": "4.52.0.dev0"},
+        },
+        {
+            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
+            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+        },
+        _GLM,
+        _GLM_CHAT,
+        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
+        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
+        shards=True,
+    ),
+    "GLM-4.7-Flash": Layout(
+        {
+            **OLD,
+            **SIZES,
+            **{"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False},
+            **{"pad_token_id": "<|endoftext|>", "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"]},
+            **{"dtype": "bfloat16", "vocab_size": VOCABULARY, "num_key_value_heads": 4, "moe_intermediate_size": 16},
+            **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16},
+            **{"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+            **{"routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+            **{"topk_method": "noaux_tc", "norm_topk_prob": True, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05},
+            **{"rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False},
+            "transformers_version": "5.0.0rc0",
+        },
+        {
+            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
+            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+        },
+        _GLM,
+        _GLM_CHAT,
+        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
+        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
+        unread=("topk_method",),
+        shards=True,
+    ),
+    "Mistral-7B-Instruct-v0.3": Layout(
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+            **{"bos_token_id": "<s>", "eos_token_id": "</s>", "rms_norm_eps": 1e-05, "rope_theta": 1000000.0},
+            **{"tie_word_embeddings": False, "transformers_version": "4.42.0.dev0"},
+        },
+        {"_from_model_config": True, "bos_token_id": "<s>", "eos_token_id": "</s>"},
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        "{{- bos_token }}{%- for message in messages %}"
+        "{%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + '[/INST]' }}"
+        "{%- else %}{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}",
+        "<s>[INST] 1+1?[/INST]",
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None, "add_prefix_space": True},
+        template_file="tokenizer_config.json",
     ),
     "DeepSeek-V3": Layout(
         {

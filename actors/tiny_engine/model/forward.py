@@ -84,9 +84,13 @@ def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
     fused, named = dict[str, Tensor](), dict[str, Tensor]()
 
     def make(weight: Weight) -> Tensor:
+        (weight,) = config.spelled([weight])
         rows, further = [shape[0] for shape in weight.parts.values()], next(iter(weight.parts.values()))[1:]
         fused[weight.engine_name] = tensor = torch.empty(sum(rows), *further, dtype=dtype)
-        named.update(zip(weight.parts, tensor.split(rows), strict=True))
+        if weight.is_stored_joined:
+            named[weight.joined] = tensor
+        else:
+            named.update(zip(weight.parts, tensor.split(rows), strict=True))
         return tensor
 
     vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
@@ -157,9 +161,9 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: 
     weights = allocate(config, computed_in)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in weights.named.items():
-        if name.endswith("norm.weight"):
+        if tensor.dim() == 1 and name.endswith(".weight"):
             tensor.fill_(1.0)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             tensor.zero_()
         else:
             drawn = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
@@ -172,15 +176,34 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: 
 def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
     """RoPE table: cosines and signed sines of every position, [length, 2, 1, D].
 
-    The sines of the first half are negative, so a rotation is `x * cos + roll(x, D / 2) * sin`.
+    A rotation is `x * cos + swapped(x) * sin`. Coordinates that are not rotated have cosine 1 and sine 0.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = int(head_dim * rope.share)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / rope.theta**exponents
     if rope.factor != 1.0:
         frequencies = torch.tensor([rope.stretched(frequency) for frequency in frequencies.tolist()])
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2)
+    if rope.is_interleaved:
+        table = torch.stack((cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)), 1)
+    else:
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    rest = torch.tensor([1.0, 0.0]).view(1, 2, 1).expand(length, 2, head_dim - rotated)
+    return torch.cat((table, rest), -1).unsqueeze(2)
+
+
+def swapped(x: Tensor, rope: Rope) -> Tensor:
+    """Give each rotated coordinate of heads [..., D] the other one of its plane."""
+    size = x.shape[-1]
+    if rope.share == 1.0 and not rope.is_interleaved:
+        return x.roll(size // 2, -1)
+    rotated = x[..., : int(size * rope.share)]
+    if rope.is_interleaved:
+        rotated = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        rotated = rotated.roll(rotated.shape[-1] // 2, -1)
+    return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
 
 
 def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -196,26 +219,30 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
     Returns:
         Normalized hidden states, [N, E].
     """
-    config = weights.config
-    eps, width = config.rms_norm_eps, (config.hidden_size,)
+    eps = weights.config.rms_norm_eps
     for index, layer in enumerate(weights.layers):
         held, attention = layer.held, layer.attention
         heads, size = attention.heads, attention.head_dim
         num_rotated = heads + attention.kv_heads
-        normed = F.rms_norm(x, width, held["input_layernorm.weight"], eps)
-        qkv = _linear(normed, held, "self_attention.linear_qkv")
+        qkv = _linear(_normed(x, held, "input_layernorm", eps), held, "self_attention.linear_qkv")
         qkv = qkv.view(*x.shape[:-1], num_rotated + attention.kv_heads, size)
-        rotated = qkv[..., :num_rotated, :]
-        normed = rotated
+        normed = rotated = qkv[..., :num_rotated, :]
         if layer.qk_scale is not None:
             normed = F.rms_norm(rotated, (size,), None, eps) * layer.qk_scale
-        torch.addcmul(normed * cos, normed.roll(size // 2, -1), sin, out=rotated)  # in place: keeps keys next to values
+        other = swapped(normed, attention.rope)
+        torch.addcmul(normed * cos, other, sin, out=rotated)  # in place: keeps keys next to values
         mixed = attend(index, qkv[..., :heads, :], qkv[..., heads:, :])
-        x = x + _linear(mixed, held, "self_attention.linear_proj")
-        gate_up = _linear(F.rms_norm(x, width, held["pre_mlp_layernorm.weight"], eps), held, "mlp.linear_fc1")
+        x = x + _normed(_linear(mixed, held, "self_attention.linear_proj"), held, "self_attn_bda", eps)
+        gate_up = _linear(_normed(x, held, "pre_mlp_layernorm", eps), held, "mlp.linear_fc1")
         gate, up = gate_up.chunk(2, -1)
-        x = x + _linear(F.silu(gate) * up, held, "mlp.linear_fc2")
-    return F.rms_norm(x, width, weights.norm, eps)
+        x = x + _normed(_linear(F.silu(gate) * up, held, "mlp.linear_fc2"), held, "mlp_bda", eps)
+    return F.rms_norm(x, x.shape[-1:], weights.norm, eps)
+
+
+def _normed(x: Tensor, held: dict[str, Tensor], name: str, eps: float) -> Tensor:
+    """Normalize by a norm of the layer, if it has one of this name."""
+    weight = held.get(f"{name}.weight")
+    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _linear(x: Tensor, held: dict[str, Tensor], name: str) -> Tensor:

@@ -12,6 +12,7 @@ from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
+    IdentityOp,
     ModuleSpec,
     MoELayer,
     get_gpt_decoder_block_spec,
@@ -25,7 +26,7 @@ from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Attention
+from runtime.models.blocks import Attention, Norms
 from runtime.models.rope import Rope
 from runtime.settings.tables.trainer import TrainerConfig
 
@@ -49,6 +50,18 @@ class MlaNorm(RmsNorm):
 
     def __init__(self, config: Any, hidden_size: int, **_options: Any) -> None:
         super().__init__(config, hidden_size, 1e-6)
+
+
+class AddNormed(RmsNorm):
+    """RMSNorm of what a module adds to the residual, in the place of Megatron's bias, dropout and add."""
+
+    def forward(self, *_options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Megatron calls it so
+        """Return the function that adds an output, normalized, to the residual."""
+        return self._added
+
+    def _added(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, _dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        return residual + super().forward(output if bias is None else output + bias)
 
 
 def build_chunks(model: HfConfig, config: Any) -> list[Any]:
@@ -116,7 +129,7 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     for spec, of_model in zip(block.layer_specs, model.layers[first:], strict=False):
         layer = spec.submodules
         attention = layer.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+        _set_norms(layer, of_model.norms, config)
         values = {"window": of_model.attention.window} if isinstance(of_model.attention, Attention) else {}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
         if layer.mlp.module is MoELayer:
@@ -129,6 +142,17 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block
+
+
+def _set_norms(layer: Any, norms: Norms, config: Any) -> None:
+    """Set the norms around the attention and the MLP of a layer's spec."""
+    layer.input_layernorm = RmsNorm if norms.before_attention else IdentityOp
+    layer.pre_mlp_layernorm = RmsNorm if norms.before_mlp else IdentityOp
+    options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+    if norms.after_attention:
+        layer.self_attn_bda = ModuleSpec(module=AddNormed, params=options)
+    if norms.after_mlp:
+        layer.mlp_bda = ModuleSpec(module=AddNormed, params=options)
 
 
 def _mtp_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:

@@ -62,7 +62,11 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
 
 
 def _heads(attention: Attention) -> dict[str, Any]:
-    return {"add_qkv_bias": attention.qkv_bias, "qk_layernorm": attention.head_norms}
+    return {
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.head_norms,
+        "rotary_interleaved": attention.rope.is_interleaved,
+    }
 
 
 def _experts(model: HfConfig) -> dict[str, Any]:

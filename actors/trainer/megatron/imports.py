@@ -59,6 +59,7 @@ _NAMES: Final = {
     "TransformerLayer": "transformer.transformer_layer",
     "get_transformer_layer_offset": "transformer.transformer_layer",
     "checkpoint": "tensor_parallel",
+    "IdentityOp": "transformer.identity_op",
 }
 
 
@@ -146,5 +147,6 @@ MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
 get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]
 TransformerLayer: Any = _parts["TransformerLayer"]
 get_transformer_layer_offset: Any = _parts["get_transformer_layer_offset"]
+IdentityOp: Any = _parts["IdentityOp"]
 recomputed: Any = _parts["checkpoint"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

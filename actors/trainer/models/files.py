@@ -34,15 +34,17 @@ from runtime.settings.tables.engines import WeightFormat
 
 @dataclass(frozen=True)
 class TensorShard:
-    """One of the equal shards of a tensor."""
+    """One of the equal shards of a tensor, or of some rows of it."""
 
     dim: int
     index: int
     count: int
+    rows: tuple[int, int] | None = None  # the first row, and how many; None: all
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this shard of a full tensor."""
-        return whole.chunk(self.count, dim=self.dim)[self.index]
+        own = whole if self.rows is None else whole.narrow(0, *self.rows)
+        return own.chunk(self.count, dim=self.dim)[self.index]
 
 
 class WeightSource(Protocol):
@@ -131,9 +133,13 @@ def file_source(directory: Path) -> WeightSource:
 
 def _part(whole: Any, cut: TensorShard) -> Tensor:
     """Read a shard. The rest of the tensor stays on disk."""
-    size = -(-whole.get_shape()[cut.dim] // cut.count)
+    sizes = whole.get_shape()
+    first, rows = cut.rows or (0, sizes[0])
+    size = -(-(sizes[1] if cut.dim else rows) // cut.count)
     begin, end = cut.index * size, (cut.index + 1) * size
-    return whole[begin:end] if cut.dim == 0 else whole[:, begin:end]
+    if cut.dim:
+        return whole[first : first + rows, begin:end]
+    return whole[first + begin : first + min(end, rows)]
 
 
 def write_model(

@@ -36,7 +36,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
     Args:
         name: of the trainer's tensor.
         model: configuration of the model.
-        whole: the full tensor, or the equal shard of a tensor-parallel rank, which yields shards.
+        whole: the full tensor, or the equal shard of a tensor-parallel rank, which yields shards of each part.
         parts: number of shards of the rows.
     """
     weight = weights_of(model)[name]
@@ -45,5 +45,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
         return [(hf_name, whole) for hf_name in (only, *copies_of(only, model))]
     groups = max(weight.groups // parts, 1)
     rows = [shape[0] // parts // groups for shape in weight.parts.values()]
-    split = whole.unflatten(0, (groups, sum(rows))).split(rows, dim=1)
-    return [(part, own.flatten(0, 1)) for part, own in zip(weight.parts, split, strict=True)]
+    split = [own.flatten(0, 1) for own in whole.unflatten(0, (groups, sum(rows))).split(rows, dim=1)]
+    if weight.is_stored_joined and parts == 1:
+        return [(weight.joined, torch.cat(split))]
+    return [*zip(weight.parts, split, strict=True)]

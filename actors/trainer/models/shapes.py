@@ -35,12 +35,12 @@ def weights_of(model: HfConfig) -> Mapping[str, Weight]:
     found += norm("decoder.final_layernorm", hidden, "model.norm"), Weight("output_layer.weight", {head: vocabulary})
     if model.has_value_bias:
         found.append(Weight("output_layer.bias", {VALUE_BIAS: (1,)}))
-    return {weight.name: weight for weight in found}
+    return {weight.name: weight for weight in model.spelled(found)}
 
 
 def hf_shapes(model: HfConfig) -> dict[str, Shape]:
     """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out."""
-    shapes = {part: shape for weight in weights_of(model).values() for part, shape in weight.parts.items()}
+    shapes = {part: shape for weight in weights_of(model).values() for part, shape in weight.in_files.items()}
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}
 
 

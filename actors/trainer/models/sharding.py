@@ -3,6 +3,7 @@
 Megatron fuses some projections. Each rank holds a shard of every fused projection.
 """
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.files import TensorShard, WeightSource
 from actors.trainer.models.names import joined_for_megatron
+from actors.trainer.models.shapes import weights_of
 
 EXPERT: Final = "mlp.experts.local_experts."
 
@@ -80,8 +82,15 @@ def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard
         source: tensors by Hugging Face name.
         cut: the rank's shard of the parameter; None: the rank holds the whole parameter.
     """
-    parts = 1 if cut is None else cut.count
-    return joined_for_megatron(name, model, lambda hf_name: source(hf_name, cut), parts=parts)
+    weight, parts = weights_of(model)[name], 1 if cut is None else cut.count
+
+    def read(part: str) -> Tensor:
+        if not weight.is_stored_joined:
+            return source(part, cut)
+        rows = weight.rows_of(part)
+        return source(weight.joined, TensorShard(0, 0, 1, rows) if cut is None else replace(cut, rows=rows))
+
+    return joined_for_megatron(name, model, read, parts=parts)
 
 
 def cut_of(name: str, parameter: Any) -> TensorShard | None:

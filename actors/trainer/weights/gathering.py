@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.names import split_for_hf
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import hf_shapes, weights_of
 from actors.trainer.models.sharding import cut_of, global_name, is_of_expert, names_of, tensors_of
 from actors.trainer.models.shards import Entry, entry_of
 
@@ -129,6 +129,9 @@ def _joined(name: str, part: Part, own: Tensor, model: HfConfig) -> Iterator[Ten
     split = [split_for_hf(name, model, piece, parts=part.num_parts) for piece in own]
     if part.dim == 0 and len(split[0]) == 1:
         yield own.flatten(0, 1)
+        return
+    if part.num_parts > 1 and weights_of(model)[name].is_stored_joined:
+        yield torch.cat([piece for same in zip(*split, strict=True) for _, piece in same])
         return
     for same in zip(*split, strict=True):
         yield same[0][1] if part.num_parts == 1 else torch.cat([piece for _, piece in same], dim=part.dim)

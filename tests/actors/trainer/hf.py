@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from actors.trainer.models.config import HfConfig
 from actors.trainer.weights.gathering import own_parts, whole_tensors
 from runtime.models.safetensors import SINGLE_FILE
-from tests.actors.trainer.tiny import EXPERTS, TINY
+from tests.actors.trainer.tiny import OF_KIND, TINY
 
 
 def classes_of(kind: str) -> tuple[Any, Any]:
@@ -44,12 +44,14 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
     """Write a model directory with random weights, norms and biases included; return the model, ready to train."""
     config_type, model_type = classes_of(kind)
     settings = {key: value for key, value in deepcopy(TINY).items() if key != "model_type"}  # GLM's config changes it
-    settings |= EXPERTS.get(kind, {}) | changes
-    if kind == "qwen2":
-        del settings["head_dim"]  # Qwen2 has no such key: the hidden size over the heads
-    if kind == "deepseek_v3":
+    settings |= deepcopy(OF_KIND.get(kind, {})) | changes
+    if settings["head_dim"] is None:
+        del settings["head_dim"]
+    if "qk_rope_head_dim" in settings:
         settings |= {"head_dim": settings["qk_rope_head_dim"], "num_key_value_heads": settings["num_attention_heads"]}
-    config = config_type(**settings | {"tie_word_embeddings": tied, "attn_implementation": "sdpa"})
+    config = config_type(
+        **settings | {"tie_word_embeddings": tied, "attn_implementation": "sdpa", "pad_token_id": None}
+    )
     torch.manual_seed(7)
     model = model_type(config).float().eval()
     with torch.no_grad():

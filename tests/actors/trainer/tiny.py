@@ -25,6 +25,7 @@ TINY = {
     "initializer_range": 0.2,  # ten times the usual: else a tiny model predicts all tokens alike
 }
 
+ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}, "rms_norm_eps": 1e-3}
 SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -33,25 +34,32 @@ SIGMOIDS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-EXPERTS: dict[str, dict[str, Any]] = {
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+OF_KIND: dict[str, dict[str, Any]] = {  # keys of each family, with values that differ from its defaults
+    "qwen2": {"head_dim": None},  # no such key: the hidden size over the heads
+    "glm4": {"attention_bias": True, "tie_word_embeddings": True, **ROPE},
+    "mistral": {"sliding_window": 5, "num_key_value_heads": 4, "head_dim": 6, **ROPE},
+    "glm4_moe_lite": {
+        **LATENTS,
+        **SIGMOIDS,
+        **ROPE,
+        **{"n_group": 2, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"], "routed_scaling_factor": 2.5},
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "glm4_moe": {
         **SIGMOIDS,
         "attention_bias": True,
         "use_qk_norm": True,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "head_dim": 4,
-        **SIGMOIDS,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 7,
-    },
+    "deepseek_v3": {**LATENTS, **SIGMOIDS, "n_group": 2, "topk_group": 1},
 }
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -67,7 +75,7 @@ YARN: dict[str, Any] = {
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     """A tiny model's config.json."""
-    return TINY | {"model_type": kind} | EXPERTS.get(kind, {}) | changes
+    return TINY | {"model_type": kind} | OF_KIND.get(kind, {}) | changes
 
 
 REWARD_KEYS = ("right", "short")  # names of the rewards of a random batch

@@ -11,8 +11,9 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
 from actors.trainer.weights import gathering
 from actors.trainer.weights.gathering import Part, buckets, own_parts, whole_entries, whole_tensors
+from runtime.models.family import families
 from tests.actors.trainer.hf import write_model
-from tests.actors.trainer.models.test_model_parity import KINDS, load
+from tests.actors.trainer.models.test_model_parity import load
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ def test_ranks_that_get_no_tensors_go_through_as_many_buckets() -> None:
     assert list(buckets(nothing, 20)) == [[], [], []]
 
 
-@pytest.mark.parametrize(("kind", "tied"), KINDS)
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in families()), ("qwen3", True)])
 def test_what_is_planned_is_what_comes(tmp_path: Path, kind: str, tied: bool) -> None:
     write_model(tmp_path, kind, tied=tied)
     built, model = load(tmp_path)
@@ -59,14 +60,16 @@ def test_what_is_planned_is_what_comes(tmp_path: Path, kind: str, tied: bool) ->
     assert {entry.name: entry.shape for entry in planned} == hf_shapes(model)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "glm4"])
 def test_parts_of_all_ranks_are_joined_to_the_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, kind)
     built, model = load(tmp_path)
     for name, parameter in built.named_parameters():
-        if "linear_qkv" in name or "linear_proj" in name or "embedding" in name:
+        if any(kind in name for kind in ("linear_qkv", "linear_proj", "linear_fc1", "embedding")):
             dim = 1 if "linear_proj" in name else 0
             pieces = parameter.data.chunk(2, dim=dim)
+            if "linear_fc1" in name:  # each rank has its part of the gates and of the values
+                pieces = [piece.flatten(0, 1) for piece in parameter.data.unflatten(0, (2, -1)).chunk(2, dim=1)]
             monkeypatch.setattr(gathering, "_collected", lambda *_, pieces=pieces: torch.stack(pieces))
             part = Part((name,), pieces[0], dim, 2, None)
             found = {entry.name: tensor for entry, tensor in whole_tensors([part], model, CPU)}

@@ -21,12 +21,12 @@ from actors.trainer.megatron.layers import attention
 from actors.trainer.megatron.layers.rows import PackedRow
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from runtime.settings.topology import Topology
-from tests.actors.trainer.tiny import EXPERTS, TINY, random_batch
+from tests.actors.trainer.tiny import OF_KIND, TINY, random_batch
 from tests.build.topology import MakeTopology
 
 MICRO_BATCH = 3  # questions before and behind the layers
 ANSWERS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero")
-KINDS: dict[str, dict[str, Any]] = {"qwen3": {}, "deepseek_v3": EXPERTS["deepseek_v3"]}
+KINDS: dict[str, dict[str, Any]] = {"qwen3": {}, "deepseek_v3": OF_KIND["deepseek_v3"]}
 
 
 @dataclass
