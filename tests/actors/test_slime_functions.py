@@ -18,9 +18,27 @@ from messages.events import Outcome
 from runtime.compat.slime.functions import PAGE, Args, DynamicFilterOutput, Sample, offer
 from runtime.functions.load import PluginError, load
 from runtime.functions.table import FILTER, GRADER, ROLLOUT, SOURCE, SOURCE_CLASS
+from runtime.settings.load import load_topology
+from runtime.settings.reading.config import TopologyError
+from tests.actors.rollout.samples.test_evaluation_function import KEY as EVALUATION
+from tests.actors.rollout.samples.test_evaluation_function import with_function
+from tests.actors.test_packed_arrays import lists_of_arrays
+from tests.bin.test_try_function import on_prompts, said
+from tests.support.checks import function_problems
 
 ROOT = Path(__file__).parents[2]
 HUB = "slime.rollout.filter_hub.dynamic_sampling_filters"
+TRIED = """
+def of_slime(args, rollout_id, data_buffer, evaluation=False):
+    from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+    from slime.utils.async_utils import run
+
+    (group,) = data_buffer.get_samples(args.rollout_batch_size)
+    group = run(generate_and_rm_group(args, group, GenerateState(args).sampling_params))
+    for sample in group:
+        sample.reward += 10
+    return [group]
+"""
 REWARDS = """
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.sglang_rollout import GenerateState
@@ -200,3 +218,29 @@ def test_names_that_are_not_provided_are_attribute_errors() -> None:
     assert slime_dapo(r"x \boxed{41} \boxed{42}", "42", strict_box_verify=True)["acc"] is True
     assert slime_dapo("Answer: 42", "42", strict_box_verify=True) == {"score": -1.0, "acc": False, "pred": ""}
     assert slime_dapo("Answer: 42", "42")["score"] == 1.0
+
+
+def test_no_evaluation_function_is_of_slime() -> None:
+    (found,) = [each for each in function_problems(with_function("slime:a:b")) if each.key == EVALUATION]
+    assert "a function of slime returns" in found.message
+
+
+def test_the_file_of_a_function_of_slime_is_found_beside_other_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sl.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TopologyError) as error:
+        load_topology(ROOT / "topologies/laptop.toml", ("algorithm.tis={type='custom', function='slime:sl.py:tis'}",))
+    assert [one.key for one in error.value.problems] == ["algorithm.tis.type"]
+
+
+def test_only_the_ids_of_a_prompt_that_a_function_posts_become_a_list() -> None:
+    files = (ROOT / "actors/rollout/slime").rglob("*.py")
+    assert lists_of_arrays(files) == {"actors/rollout/slime/call.py": 1}
+
+
+def test_a_rollout_function_is_tried_on_a_tiny_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tried.py").write_text(TRIED)
+    code, text = said(capsys, "rollout", f"slime:{tmp_path / 'tried.py'}:of_slime", *on_prompts(tmp_path, "74"))
+    assert (code, text.count(", reward 10")) == (0, 2)

@@ -110,16 +110,6 @@ async def best_of_short(groups):
         await group.sample(0)
         group.leave_out(1, "one is enough")
 
-def of_slime(args, rollout_id, data_buffer, evaluation=False):
-    from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
-    from slime.utils.async_utils import run
-
-    (group,) = data_buffer.get_samples(args.rollout_batch_size)
-    group = run(generate_and_rm_group(args, group, GenerateState(args).sampling_params))
-    for sample in group:
-        sample.reward += 10
-    return [group]
-
 async def asks_twice(evaluation):
     for item in range(len(evaluation.prompts)):
         graded = await evaluation.sample(item)
@@ -425,8 +415,6 @@ def test_a_rollout_function_on_a_tiny_engine(
         capsys, "rollout", f"{functions}:best_of_short", *given, "--set", "rollout.custom_rollout_prompts=2"
     )
     assert (code, text.count(": one is enough")) == (0, 2)
-    code, text = said(capsys, "rollout", f"slime:{functions}:of_slime", *on_prompts(tmp_path, "74"))
-    assert (code, text.count(", reward 10")) == (0, 2)
     code, text = said(capsys, "rollout", f"{functions}:best_off", *given)
     assert (code, "did you mean 'best_of'?" in text) == (2, True)
 

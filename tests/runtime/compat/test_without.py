@@ -26,7 +26,11 @@ THEIR_OWN = (  # in other rooms
     "tests/actors/trainer/plugins/test_slime_plugins.py",
     "tests/actors/trainer/step/test_slime_recipes.py",
 )
-COPIED = ("actors", "bin", "messages", "runtime", "topologies", "tests", "pyproject.toml", "docs", "CHANGELOG.md")
+COPIED = (
+    *("actors", "bin", "messages", "runtime", "topologies", "tests", "docs", "requirements", "findings"),
+    *("pyproject.toml", "justfile", "llms.txt", "LICENSE"),
+    *("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md"),
+)
 CHOSEN = (  # those that read keys, and names of graders
     "tests/runtime/settings/test_topology.py",
     "tests/runtime/settings/test_rules.py",

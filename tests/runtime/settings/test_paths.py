@@ -168,13 +168,3 @@ def test_a_missing_file_of_a_function_is_named_before_other_problems_of_the_sett
     ]
     assert "allowed" not in first.message
     assert others
-
-
-def test_the_file_of_a_function_of_slime_is_found_beside_other_problems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sl.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TopologyError) as error:
-        load_topology(LAPTOP, ("algorithm.tis={type='custom', function='slime:sl.py:tis'}",))
-    assert [one.key for one in error.value.problems] == ["algorithm.tis.type"]

@@ -355,9 +355,8 @@ async def test_what_a_function_does_to_a_row_reaches_no_grader() -> None:
 
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
-    for name, said in ((f"{MODULE}:plain", "write `async def`"), ("slime:a:b", "a function of slime returns")):
-        (found,) = [each for each in function_problems(with_function(name)) if each.key == KEY]
-        assert said in found.message
+    (found,) = [each for each in function_problems(with_function(f"{MODULE}:plain")) if each.key == KEY]
+    assert "write `async def`" in found.message
     assert [each for each in function_problems(with_function("adaptive")) if each.key == KEY] == []
     with pytest.raises(TopologyError, match=KEY):
         load_topology(ROOT / "topologies/examples/dpo.toml", (f"{KEY}=m:f",))
