@@ -98,15 +98,19 @@ def test_no_held_out_sum_is_trained() -> None:
         ("19", 1.0),
         (" 19\n", 1.0),
         ("019", 0.5),
-        ("20", 0.47),
-        ("9", 0.2),
-        ("-19", 0.2),
-        ("19.", 0.1),
-        ("19 + 0", 0.1),
-        ("12 + 7", 0.1),
-        ("It is 19", 0.0),
+        ("20", 0.5 / 1.2),
+        ("24", 0.25),
+        ("-6", 0.5 / 6),
+        ("519", 0.5 / 101),
+        ("12", 0.0),
+        ("19.", -0.5),
+        ("19 + 0", -0.5),
+        ("12 + 7", -0.5),
+        ("It is 19", -1.0),
+        ("", -1.0),
     ],
 )
 def test_the_reward_of_an_answer_by_hand(response: str, reward: float) -> None:
-    sample = SimpleNamespace(response=response, label="19")
+    question = "<|im_start|>user\nWhat is 12 + 7? Answer with the number only.<|im_end|>\n"
+    sample = SimpleNamespace(prompt=question, response=response, label="19")
     assert runpy.run_path(str(TOPOLOGIES / "recipes" / "sums_reward.py"))["reward"](sample) == pytest.approx(reward)

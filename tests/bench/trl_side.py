@@ -29,10 +29,12 @@ def main() -> int:
     )
     reward = runpy.run_path(settings["reward"])["reward"]
 
-    def rewards(completions: list[Any], label: list[str], **_: Any) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        pairs = zip(texts, label, strict=True)
-        return [reward(SimpleNamespace(response=text, label=each)) for text, each in pairs]
+    def rewards(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
+        samples = zip(prompts, completions, label, strict=True)
+        return [
+            reward(SimpleNamespace(prompt=prompt[0]["content"], response=completion[0]["content"], label=each))
+            for prompt, completion, each in samples
+        ]
 
     times: list[tuple[float, float]] = []
 

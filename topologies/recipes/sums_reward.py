@@ -2,17 +2,22 @@
 
 import re
 
-NEAR = 10  # distance from the right number beyond which a wrong one is as good as any other
+NEAR = 5  # distance from the right number at which a wrong one has half of the half point
 
 
 def reward(sample):
-    """1 for the right number alone, 0.2 to 0.5 for another, by its distance, 0.1 for text that begins with a number.
+    """1 for the right number alone, 0 to 0.5 for another, by its distance, -0.5 if more follows a number, -1 for text.
 
-    A model that was asked for "the number only" first answers in sentences. The smaller rewards teach the form, then to
-    come near. With 0 for all but the exact answer, nearly all prompts would have equal rewards, which teach nothing.
+    A model that was asked for "the number only" first answers in sentences. The negative rewards teach the form, and
+    are large enough that an entropy bonus does not lead away from it. Then it repeats a number of the question, which
+    is 0. A nearer number is better at every distance, so that nearly all prompts have unequal rewards: equal ones teach
+    nothing.
     """
     text = sample.response.strip()
     if not re.fullmatch(r"-?[0-9]+", text):
-        return 0.1 if re.match(r"-?[0-9]", text) else 0.0
-    distance = abs(int(text) - int(sample.label))
-    return 1.0 if text == sample.label else 0.2 + 0.3 * max(0.0, 1 - distance / NEAR)
+        return -0.5 if re.match(r"-?[0-9]", text) else -1.0
+    if text == sample.label:
+        return 1.0
+    if text in re.findall(r"[0-9]+", sample.prompt):
+        return 0.0
+    return 0.5 / (1 + abs(int(text) - int(sample.label)) / NEAR)
