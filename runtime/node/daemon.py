@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from functools import partial
 
@@ -45,15 +46,18 @@ from runtime.node.supervisor.supervision import Supervision
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import Tier
 from runtime.settings.tables.observe import PAGE, PAGE_FILE
-from runtime.util.disk import DISK_TIMEOUT_S, DiskWatch, is_full, no_space_of
+from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Secret, split_login, with_login, without_logins
+from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # process changes waiting to be published
+LOOK_AT_DISK_S = 1.0
+DISK_TIMEOUT_S = 5.0
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
@@ -81,13 +85,8 @@ class NodeDaemon:
         disk_timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
         self._plan = plan
-        self._disk = DiskWatch(
-            plan.run_dir,
-            plan.run_dir / STORE,
-            min_free_bytes=plan.min_free_bytes,
-            stream_bytes=plan.stream_bytes,
-            timeout_s=disk_timeout_s,
-        )
+        self._disk_timeout_s = disk_timeout_s
+        self._disk_threads = BoundedThreads(1)
         self._is_terminal = rewrite is not None
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
@@ -167,8 +166,25 @@ class NodeDaemon:
         return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the node daemon failed: {error}"
 
     async def _watch_disk(self) -> None:
-        """End the run when disk space is low."""
-        self._end(RunEnd(finished=False, error=str(await self._disk.until_low())))
+        """End the run when disk space is low, while processes and the bus can still store pending data."""
+        plan = self._plan
+        while (free := await self._free_bytes()) >= plan.min_free_bytes:
+            with anyio.move_on_after(LOOK_AT_DISK_S):
+                await self._ending.wait()
+                return
+        stored = stored_bytes(plan.run_dir / STORE)
+        needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
+        log.error("no_space", free_bytes=free, needed_bytes=needed)
+        self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
+
+    async def _free_bytes(self) -> int:
+        """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
+        try:
+            with anyio.fail_after(self._disk_timeout_s):  # a network disk may hang, the event loop must not
+                return await self._disk_threads.run(partial(free_bytes, self._plan.run_dir))
+        except OSError as error:  # a TimeoutError is one
+            log.warning("disk_unknown", path=str(self._plan.run_dir), reason=str(error) or "no answer")
+            return sys.maxsize
 
     async def _work(self) -> None:
         """Start the bus and all processes; return after the run ended and the processes are stopped."""

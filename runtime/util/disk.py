@@ -1,25 +1,15 @@
-"""Disk space: detect a full disk or watch for it, and report the path and the required bytes in one line."""
+"""Disk space: detect a full disk, and report the path and the required bytes in one line."""
 
 import errno
 import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
-import anyio
-import structlog
-
-from runtime.util.threads import BoundedThreads
-
-log = structlog.get_logger()
-
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS: Final = tuple(os.strerror(number) for number in FULL)
-LOOK_EVERY_S: Final = 1.0
-DISK_TIMEOUT_S: Final = 5.0
 REMEDY: Final = "free some, and the same command continues the run"
 
 
@@ -75,46 +65,6 @@ def stored_bytes(directory: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
-
-
-class DiskWatch:
-    """Measures the free bytes of one disk.
-
-    Args:
-        run_dir: directory on the disk.
-        store: directory of the bus on it.
-        min_free_bytes: below these the run stops.
-        stream_bytes: size that the streams of the bus may reach, for the error: a next start needs their rest too.
-        timeout_s: seconds after which the free bytes of a disk that does not answer count as unknown.
-    """
-
-    def __init__(
-        self, run_dir: Path, store: Path, *, min_free_bytes: int, stream_bytes: int, timeout_s: float = DISK_TIMEOUT_S
-    ) -> None:
-        self._run_dir, self._store = run_dir, store
-        self._min_free_bytes = min_free_bytes
-        self._stream_bytes = stream_bytes
-        self._timeout_s = timeout_s
-        self._threads = BoundedThreads(1)
-
-    async def until_low(self) -> NoSpace:
-        """Wait until the disk has too few free bytes; return the error that says how many a start needs."""
-        while True:
-            if (free := await self._free_bytes()) < self._min_free_bytes:
-                break
-            await anyio.sleep(LOOK_EVERY_S)
-        needed = self._min_free_bytes + max(0, self._stream_bytes - stored_bytes(self._store))
-        log.error("no_space", free_bytes=free, needed_bytes=needed)
-        return no_space(self._run_dir, needed)
-
-    async def _free_bytes(self) -> int:
-        """Return the free bytes of the disk; sys.maxsize while it does not answer."""
-        try:
-            with anyio.fail_after(self._timeout_s):  # a network disk may hang, the event loop must not
-                return await self._threads.run(partial(free_bytes, self._run_dir))
-        except OSError as error:  # a TimeoutError is one
-            log.warning("disk_unknown", path=str(self._run_dir), reason=str(error) or "no answer")
-            return sys.maxsize
 
 
 @contextmanager

@@ -397,7 +397,7 @@ async def test_a_disk_that_does_not_tell_its_free_bytes_ends_no_run(
         assert answers or over.wait(30)
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr("runtime.util.disk.free_bytes", stale)
+    monkeypatch.setattr("runtime.node.daemon.free_bytes", stale)
     try:
         outcome = await Running(plan(tmp_path / "r", player("3")), disk_timeout_s=1.0).run()
     finally:
