@@ -109,7 +109,8 @@ def check_memory(context: CheckContext) -> Iterator[Problem]:
     weights, replicas = num_weights(trained_model(topology)), data_parallel_size(topology.trainer)
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
     of_critic = 0 if critic is None else num_weights(critic) * data_parallel_size(critic_topology(topology).trainer)
-    needed = (weights * replicas + of_critic) * BYTES_TRAINED if trains else 0
+    of_weight = BYTES_SERVED if topology.trainer.lora.rank else BYTES_TRAINED  # frozen: the weight, and its export
+    needed = (weights * replicas + of_critic) * of_weight if trains else 0
     engines = rollout.num_tiny_engines(topology)
     needed += weights * engines * BYTES_SERVED + rollout.memory_of_pools(topology)
     free = free_memory_bytes()

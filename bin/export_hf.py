@@ -10,7 +10,7 @@ from runtime.util.exit_codes import EXIT_OK
 EPILOG = """The command reads only files of the run, which may be running. This one process reads a checkpoint of any
 parallel layout, on the CPU. Without a checkpoint, it exports the newest published weights. Tensors have the names of
 the run's model.hf_checkpoint and the trained dtype. Above 5 GB they are written to several files, with an index.
-The critic of a checkpoint is written to DIR/critic.
+The critic of a checkpoint is written to DIR/critic. The weights of a LoRA run are merged with its adapter, in float32.
 
 exit codes: 0 written; 2 the run or step does not exist, there is nothing to export, or DIR is not empty"""
 
@@ -32,6 +32,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="Directory to write. It must not exist, or be empty."
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="Write the LoRA adapter of the checkpoint in peft's files, without the weights of its base model.",
+    )
     return parser
 
 
@@ -39,7 +44,7 @@ def _export(args: argparse.Namespace) -> int:
     from actors.trainer.export import export_run
 
     found = found_run(args.run, trust=args.trust, needs_trust=True)
-    source = export_run(found.directory, args.out, step=args.step)
+    source = export_run(found.directory, args.out, step=args.step, adapter=args.adapter)
     screen = Screen(sys.stdout)
     screen.show(f"{args.out}: {source.description} of run {found.name}")
     if source.ignored:

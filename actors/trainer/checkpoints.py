@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
+from actors.trainer.lora.saved import SavedLora, compare
 from actors.trainer.models.config import HfConfig, with_value_head
 from runtime.models.directory import ModelError, read_json
 from runtime.models.family import families
@@ -205,16 +206,25 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     megatron: MegatronConfig
     use_distributed_optimizer: bool
     critic: HfConfig | None = None  # None: it has no critic
+    lora: SavedLora | None = None  # None: it has all weights
     has_checksums: bool = False  # checkpoints of earlier versions have no checksums
 
     def check(
-        self, path: Path, model: HfConfig, *, dtype: str | None, resumes: bool = False, critic: HfConfig | None = None
+        self,
+        path: Path,
+        model: HfConfig,
+        *,
+        lora: SavedLora | None,
+        dtype: str | None,
+        resumes: bool = False,
+        critic: HfConfig | None = None,
     ) -> None:
-        """Reject a checkpoint of another model, or of another critic.
+        """Reject a checkpoint of another model, of other adapters, or of another critic.
 
         Args:
             path: directory of the checkpoint.
             model: model of the run that continues from it.
+            lora: adapters of that run; None: it trains all weights.
             dtype: training dtype of that run; None: it loads only the weights.
             resumes: the same run continues; otherwise a new run starts, whose context may be longer.
             critic: critic of that run; None: it needs none.
@@ -223,6 +233,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
             ValueError: the models or dtypes differ, or an earlier version wrote the checkpoint. The message says which.
         """
         _compare(path, "model", self.model, model, resumes=resumes)
+        compare(path, self.lora, lora)
         if critic is not None and self.critic is not None:
             _compare(path, "critic", self.critic, critic, resumes=resumes)
         elif critic is not None and resumes:
@@ -296,6 +307,8 @@ def beginning_of(
     if trainer.load is None:
         return None
     if (path := megatron_lm_checkpoint_at(Path(trainer.load))) is not None:
+        if trainer.lora.rank:
+            raise ValueError(f"{path} is a Megatron-LM checkpoint: not implemented yet with trainer.lora")
         if not trainer.load_weights_only and not trainer.optimizer.use_distributed_optimizer:
             raise ValueError(
                 f"{path} is a Megatron-LM checkpoint: set trainer.optimizer.use_distributed_optimizer = true to load "
@@ -306,7 +319,7 @@ def beginning_of(
     if (damage := _damage_of(path, thorough=thorough)) is not None:
         raise ValueError(f"{path} is damaged: {damage}")
     dtype = None if trainer.load_weights_only else topology.model.dtype
-    saved.check(path, shape, dtype=dtype, critic=critic)
+    saved.check(path, shape, lora=SavedLora.of(topology, shape), dtype=dtype, critic=critic)
     if critic is not None and saved.critic is None and topology.critic.hf_checkpoint is None:
         _compare(path, "critic", with_value_head(saved.model), critic, resumes=False)
     return StartCheckpoint(path)

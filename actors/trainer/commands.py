@@ -184,8 +184,8 @@ class TrainerRank:
         found = self._sound_checkpoints(thorough=True)
         if found:
             path = found[-1].path
-            dtype = self._topology.model.dtype
-            saved_run(path).check(path, self._replica.hf, dtype=dtype, resumes=True, critic=self._critic_config)
+            dtype, model, lora = self._topology.model.dtype, self._replica.hf, self._replica.lora
+            saved_run(path).check(path, model, lora=lora, dtype=dtype, resumes=True, critic=self._critic_config)
             self._tell_critic("load", path=str(path))
             step = self._load(str(path))
             if self._link is not None and (of_critic := self._link.answer(int)) != step:
@@ -492,6 +492,7 @@ class TrainerRank:
             dtype=topology.model.dtype,
             model=self._replica.hf,
             critic=self._critic_config,
+            lora=self._replica.lora,
             num_processes=self._ranks.world_size,
             megatron=topology.trainer.megatron,
             use_distributed_optimizer=self._replica.is_distributed,

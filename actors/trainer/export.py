@@ -4,11 +4,12 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actors.trainer.checkpoints import CHECKPOINTS, CRITIC, checkpoints_in, newest_undamaged, saved_run
+from actors.trainer.lora.saved import SavedLora
 from runtime.models.directory import CONFIG, copy_files, has_file
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.derived import has_critic
@@ -38,8 +39,10 @@ class Source:
     ignored: tuple[str, ...] = ()  # keys that the exported config.json is without
 
 
-def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
+def export_run(directory: Path, out: Path, *, step: int | None = None, adapter: bool = False) -> Source:
     """Write a run's model to a directory, which appears once it is complete. A critic gets `critic/` in it.
+
+    The weights of a LoRA run are merged with its adapters.
 
     Call it in a separate process: exporting a checkpoint hides all GPUs from the process.
 
@@ -47,9 +50,10 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         directory: directory of the run, which may still be running.
         out: output directory; must not exist, or be empty.
         step: train step of the checkpoint; None: the newest checkpoint, or else the newest published weights.
+        adapter: write the adapters alone, in peft's files.
 
     Raises:
-        CannotExport: there is nothing to export, or `out` cannot be used.
+        CannotExport: there is nothing to export, or no adapter, or `out` cannot be used.
         ValueError, OSError: the model directory or the files cannot be read.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -58,7 +62,14 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
     model_directory = Path(topology.model.hf_checkpoint)
     if not has_file(model_directory, CONFIG):
         raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no {CONFIG} any more")
+    if adapter and not topology.trainer.lora.rank:
+        raise CannotExport(f"{directory} has no adapter: trainer.lora.rank is 0")
+    if adapter and not source.is_checkpoint:
+        raise CannotExport(f"{directory} has no checkpoint: published weights are merged, without an adapter")
     with atomic_directory(out) as unfinished:
+        if adapter:
+            _write_adapter(source.path, unfinished, topology)
+            return source
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
     return replace(source, ignored=topology.model.ignore_config_keys)
 
@@ -111,16 +122,7 @@ def _topology(directory: Path) -> Topology:
 
 def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
     os.environ.update(HIDDEN)  # before torch looks for GPUs
-    import torch
-
-    from actors.trainer.megatron import groups
-    from actors.trainer.models.config import critic_model, trained_model
-
-    alone, device = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers), torch.device("cpu")
-    model, critic = trained_model(topology), critic_model(topology) if has_critic(topology) else None
-    # config.json must match: it is exported too
-    saved_run(path).check(path, model, dtype=None, resumes=True, critic=critic)
-    groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
+    model, critic, device = _joined(path, topology)
     _write_weights(path, unfinished, topology, model, device)
     _copy_small_files(unfinished, topology, model)
     if critic is not None:
@@ -128,6 +130,36 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
         own = critic_topology(topology)
         _write_weights(path, unfinished / CRITIC, own, critic, device, is_critic=True)
         _copy_small_files(unfinished / CRITIC, own, critic)
+
+
+def _joined(path: Path, topology: Topology) -> "tuple[HfConfig, HfConfig | None, torch.device]":
+    """Become the only rank, and return the models of a checkpoint, which fits config.json: it is exported too."""
+    import torch
+
+    from actors.trainer.megatron import groups
+    from actors.trainer.models.config import critic_model, trained_model
+
+    device = torch.device("cpu")
+    model, critic = trained_model(topology), critic_model(topology) if has_critic(topology) else None
+    lora = SavedLora.of(topology, model)
+    saved_run(path).check(path, model, lora=lora, dtype=None, resumes=True, critic=critic)
+    groups.join(groups.Ranks(), _alone(topology), device, seed=topology.run.seed)
+    return model, critic, device
+
+
+def _alone(topology: Topology) -> MegatronConfig:
+    return MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
+
+
+def _write_adapter(path: Path, unfinished: Path, topology: Topology) -> None:
+    os.environ.update(HIDDEN)  # before torch looks for GPUs
+    from actors.trainer.lora.adapters import whole_adapters
+    from actors.trainer.lora.peft_files import write_adapter
+
+    model, _, device = _joined(path, topology)
+    tensors = whole_adapters(_loaded(path, topology, model, device))
+    base = topology.model.hf_checkpoint
+    write_adapter(tensors, unfinished, model=model, config=topology.trainer.lora, base=base)
 
 
 def _write_weights(
@@ -140,23 +172,38 @@ def _write_weights(
     is_critic: bool = False,
 ) -> None:
     """Load a checkpoint into a model on this single rank, and write its weights."""
-    from actors.trainer.megatron.build import build_chunks
-    from actors.trainer.megatron.checkpoint import load_model
-    from actors.trainer.megatron.config import DTYPES, transformer_config
-    from actors.trainer.megatron.imports import quiet
     from actors.trainer.weights.export import weight_thread
     from actors.trainer.weights.files import export_to_files
     from actors.trainer.weights.gathering import own_parts
 
-    alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
-    with quiet():
-        chunks = build_chunks(
-            model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)
-        )
-    load_model(chunks, path, is_critic=is_critic)
+    chunks = _loaded(path, topology, model, device, is_critic=is_critic)
     parts, bucket_bytes = own_parts(chunks, model), topology.trainer.export_bucket_bytes
     with weight_thread() as thread:
         export_to_files(parts, model, unfinished, thread, device=device, bucket_bytes=bucket_bytes).finish()
+
+
+def _loaded(
+    path: Path, topology: Topology, model: "HfConfig", device: "torch.device", *, is_critic: bool = False
+) -> list[Any]:
+    """Load a checkpoint into a model on this single rank, and return its chunks."""
+    from actors.trainer.lora.adapters import attach, new_adapters
+    from actors.trainer.megatron.build import build_chunks
+    from actors.trainer.megatron.checkpoint import load_model
+    from actors.trainer.megatron.config import DTYPES, transformer_config
+    from actors.trainer.megatron.imports import quiet
+    from actors.trainer.models.files import base_source
+    from actors.trainer.models.sharding import load_weights
+
+    dtype = DTYPES[topology.model.dtype]
+    with quiet():
+        chunks = build_chunks(model, transformer_config(model, _alone(topology), dtype=dtype, device=device))
+    if topology.trainer.lora.rank:  # the checkpoint has the adapters alone
+        for chunk in chunks:
+            load_weights(chunk, model, base_source(topology, model))
+        config = topology.trainer.lora
+        attach(chunks, model, config, new_adapters(model, config, topology.run.seed))
+    load_model(chunks, path, is_critic=is_critic)
+    return chunks
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from actors.trainer.checkpoints import beginning_of, newest_of_run
+from actors.trainer.lora.peft_files import adapter_problems
+from actors.trainer.lora.saved import SavedLora
+from actors.trainer.lora.targets import NoTarget, targeted
 from actors.trainer.models.config import HfConfig, critic_model, trained_model
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights
@@ -37,9 +40,25 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
         check_layout(shape, topology.trainer.megatron)
     except ValueError as error:
         yield Problem(key="trainer.megatron", message=str(error))
+    yield from _lora(topology, shape)
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(topology.algorithm, name) and shape.experts is None:
             yield Problem.of(f"algorithm.{name}", True, "the model has no experts, and so no router")
+
+
+def _lora(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """Check that the targets of LoRA are layers of the model, and that the adapter to start from fits them."""
+    config = topology.trainer.lora
+    if not config.rank:
+        return
+    try:
+        targeted(shape, config)
+    except NoTarget as error:
+        yield Problem(key="trainer.lora", message=str(error))
+        return
+    if config.load is not None:
+        for message in adapter_problems(Path(config.load), shape, config):
+            yield Problem.of("trainer.lora.load", config.load, message)
 
 
 def _ignored(context: CheckContext) -> Iterator[Problem]:
@@ -134,7 +153,8 @@ def _resumed(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> It
     try:
         if newest is not None:
             path, saved = newest
-            saved.check(path, shape, dtype=topology.model.dtype, resumes=True, critic=critic)
+            lora = SavedLora.of(topology, shape)
+            saved.check(path, shape, lora=lora, dtype=topology.model.dtype, resumes=True, critic=critic)
     except ValueError as error:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
 

@@ -13,6 +13,7 @@ from actors.trainer.algorithms import log_probs, loss_inputs
 from actors.trainer.data.batch import with_mtp
 from actors.trainer.data.context import Context
 from actors.trainer.data.prompts import PROMPT
+from actors.trainer.lora import adapters
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
@@ -127,6 +128,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
         loss_inputs, "_summed", lambda values, group: values.clone()
     ),
     "responses see others of their prompt": _one_owner,
+    "adapters: the gradient of a narrow result is a rank's own": lambda: mock.patch.object(
+        adapters, "copy_to_tensor_model_parallel_region", lambda narrow, **_: narrow
+    ),
+    "adapters: a narrow result is a rank's own": lambda: mock.patch.object(
+        adapters, "reduce_from_tensor_model_parallel_region", lambda narrow, **_: narrow
+    ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._StackRanks, "backward", staticmethod(_own_gradient)

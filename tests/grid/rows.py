@@ -14,6 +14,7 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02}
 NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
 OF_BIASES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # kinds whose routers have biases of experts
+OF_ADAPTERS = ("the gradient of a narrow result is a rank's own", "a narrow result is a rank's own")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -106,6 +107,7 @@ class Row:
     aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
     critic: bool = False  # PPO: a critic is trained, too
     critic_on: str = ""  # layout of its own ranks; empty: those of the actor
+    lora: bool = False  # adapters train, and the model's weights stay
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -149,6 +151,7 @@ class Row:
             idle=self.idle,
             prompts=self.prompts,
             critic=self.critic,
+            lora=self.lora,
         )
 
     @property
@@ -172,6 +175,7 @@ class Row:
         parts += ["idle samples"] if self.idle else []
         parts += ["shared prompts"] if self.prompts else []
         parts += [f"critic on {self.critic_on}" if self.critic_on else "critic"] if self.critic else []
+        parts += ["LoRA"] if self.lora else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -183,7 +187,7 @@ class Row:
         """The table `trainer` of its topology."""
         layout = self._sizes
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
-        if self.kind in OF_BIASES:
+        if self.kind in OF_BIASES and not self.lora:
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
         if self.balance:
             megatron = megatron | {"moe_router_load_balancing_type": self.balance, **ROUTER_LOSSES}
@@ -193,6 +197,7 @@ class Row:
             "num_processes": layout.world,
             **({"share_prompts": True} if self.prompts and self.layout not in BASELINES else {"packed": self.packed}),
             "log_probs_ahead": self.ahead,
+            "lora": {"rank": 4, "alpha": 8.0} if self.lora else {},
             "megatron": megatron,
             "optimizer": layout.optimizer,
             "ddp": layout.ddp,
@@ -348,6 +353,22 @@ CRITIC_APART = (
     Row("DP2", critic=True, critic_on="TP2", spoilt=True),
     Row("TP2+SP", kind="qwen3_moe", critic=True, critic_on="EP2"),
 )
+# adapters, whose pairs are divided like the layers that they are beside
+LORA = (
+    *(
+        Row(layout, packed=index % 2 == 1, tied=index % 3 == 0, recompute=index % 4 == 3, lora=True)
+        for index, layout in enumerate(LAYOUTS)
+    ),
+    Row("EP2xTP2+SP", packed=True, kind="qwen3_moe", lora=True),
+    Row("TP2+SP", kind="deepseek_v3", lora=True),
+    Row("PP2", tied=True, dtype="bfloat16", lora=True),
+)
+LORA_IN_CI = (
+    Row("TP2+SP", packed=True, recompute=True, lora=True),
+    Row("TP2", lora=True),
+    Row("CP2xDP2+DO", tied=True, lora=True),
+    Row("PP2", tied=True, dtype="bfloat16", lora=True),
+)
 HALF = tuple(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2"))
 FEW = (
     Row("1", recompute=True),
@@ -374,6 +395,7 @@ FEW = (
     Row("TP2, saved activations shared out", tied=True),
     Row("PP2, outputs deallocated", packed=True, tied=True),
     *HALF,
+    *LORA_IN_CI,
     Row("TP2+SP", critic=True),
     Row("1", packed=True, recompute=True, tied=True, critic=True, critic_on="PP2"),
     Row("EP2+DO", packed=True, kind="qwen3_moe", told=True),
@@ -399,6 +421,7 @@ ALL = (
     *SHARED,
     *CRITIC,
     *CRITIC_APART,
+    *LORA,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -457,17 +480,20 @@ FAULTY = (
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "MLA down projections are sharded"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "every rank has the first part of a matrix"),
     (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),
+    *((Row("TP2", lora=True), f"adapters: {fault}") for fault in OF_ADAPTERS),
+    (Row("TP2+SP", packed=True, recompute=True, lora=True), "gradients of norms are not reduced"),
 )
 FEW_FAULTY = (
     *tuple(one for one in FAULTY if one[0].world == 2)[:8],
-    *(one for one in FAULTY if one[1] == "routers choose anew"),
+    *(one for one in FAULTY if one[1] == "routers choose anew" or one[0].lora),
 )
 
-WITH_CRITIC = "qwen3, critic"
+WITH_CRITIC, WITH_LORA = "qwen3, critic", "qwen3, LoRA"
 # layouts of which each reads the others' checkpoints, by kind of model
 SAVED = (
     ("qwen3", ("1", "TP2", "PP2", "CP2", "1+DO", "DP2+DO", "TP2xDP2+DO")),
     ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2", "1+DO", "DP2+DO", "EP2+DO")),
     ("deepseek_v3", ("TP2+SP", "PP2")),
     (WITH_CRITIC, ("1", "TP2+SP", "PP2", "DP2+DO", "1 & PP2", "TP2 & DP2")),  # after the &: its own ranks
+    (WITH_LORA, ("1", "TP2+SP", "PP2", "DP2+DO")),
 )

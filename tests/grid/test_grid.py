@@ -14,7 +14,7 @@ from actors.trainer.export import export_run
 from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.devices import HIDDEN
 from tests.grid import faults, table
-from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, WITH_CRITIC, Row
+from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, WITH_CRITIC, WITH_LORA, Row
 from tests.grid.running import CRITIC, Half, Job, copied, differences, first_half, outcome, train
 
 TIMEOUT_S = 5400.0  # for the whole grid, on a busy machine
@@ -45,6 +45,7 @@ def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> li
 PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for other in layouts]
 FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "DP2+DO", "PP2")]
 FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
+FEW_PAIRS += [(WITH_LORA, "TP2+SP", "PP2"), (WITH_LORA, "PP2", "DP2+DO")]
 FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "DP2+DO"), (WITH_CRITIC, "TP2+SP", "1 & PP2")]
 MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
@@ -85,6 +86,8 @@ def pair_of(names: tuple[str, str, str]) -> tuple[Row, Row]:
     kind, one, other = names
     if kind == WITH_CRITIC:
         return _with_critic(one), _with_critic(other)
+    if kind == WITH_LORA:
+        return Row(one, lora=True), Row(other, lora=True)
     return Row(one, kind=kind), Row(other, kind=kind)
 
 

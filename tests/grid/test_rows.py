@@ -13,7 +13,20 @@ SIZES = {
     "EP": "expert_model_parallel_size",
 }
 FORMS = ("packed", "tied", "recompute", "is_half")
-FEATURES = ("replay", "told", "mtp", "ahead", "spoilt", "kept", "aged", "idle", "prompts", "critic", "critic_on")
+FEATURES = (
+    "replay",
+    "told",
+    "mtp",
+    "ahead",
+    "spoilt",
+    "kept",
+    "aged",
+    "idle",
+    "prompts",
+    "critic",
+    "critic_on",
+    "lora",
+)
 ONLY_NIGHTLY = {("DP", "SP")}  # each beside tensor parallelism in CI: together they have no code of their own
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.checkpoints import CRITIC, SavedRun, directory_of, place_of_critic
+from actors.trainer.lora.adapters import has_adapters, sharded_adapters
 from actors.trainer.megatron.imports import (
     dict_list_map_inplace,
     dist_checkpointing,
@@ -140,7 +141,7 @@ def _load_replica(replica: Replica, path: Path, saved: dict[str, Any], *, is_cri
         state = _read(path, model, is_critic=is_critic)
         state |= _read(path, {"optimizer": optimizer}, is_critic=is_critic)  # may request the model's names, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
-        chunk.load_state_dict(state[key])
+        chunk.load_state_dict(state[key], strict=not has_adapters(chunk))
     fill(kept, state["kept"])
     loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # distributed: read in place
     load_settings(replica.optimizer, loaded, saved["optimizer_steps"])
@@ -203,14 +204,19 @@ def load_model(chunks: Sequence[Any], path: Path, *, is_critic: bool = False, wi
         with_head: Load the output layer, too.
     """
     named = named_chunks(chunks)
-    wanted = {key: chunk.sharded_state_dict() for key, chunk in named.items()}
+    wanted = {key: _described(chunk) for key, chunk in named.items()}
     if not with_head:
         wanted = {key: without_head(chunk) for key, chunk in wanted.items()}
     path = place_of_critic(path) if is_critic else path
     with quiet(), reading(path):
         state = _read(path, wanted, is_critic=is_critic)
     for key, chunk in named.items():
-        chunk.load_state_dict(state[key], strict=with_head)
+        chunk.load_state_dict(state[key], strict=with_head and not has_adapters(chunk))
+
+
+def _described(chunk: Any) -> dict[str, Any]:
+    """Describe the tensors of a chunk that a checkpoint has: all, or with LoRA those of the adapters alone."""
+    return sharded_adapters(chunk) or chunk.sharded_state_dict()
 
 
 def _read(path: Path, wanted: dict[str, Any], *, is_critic: bool) -> dict[str, Any]:
@@ -240,7 +246,7 @@ def _state(replica: Replica, *, loading: bool) -> dict[str, Any]:
     settings in a layout without one.
     """
     fill_optimizer_state(replica.optimizer)
-    model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
+    model = {key: _described(chunk) for key, chunk in named_chunks(replica.complete_chunks()).items()}
     optimizer = sharded_state(replica, model, loading=loading)
     plain = {
         "optimizer_steps": _optimizer_steps(replica.optimizer),
@@ -282,7 +288,7 @@ def _settings(replica: Replica) -> dict[Any, Any]:
     """Return the optimizer state that Megatron loads besides the tensors."""
     if replica.is_distributed:
         return own_settings(replica.optimizer)
-    model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
+    model = {key: _described(chunk) for key, chunk in named_chunks(replica.complete_chunks()).items()}
     _, settings = extract_sharded_base(_plain_state(replica, model, loading=True))
     return dict_list_map_inplace(lambda value: value.unwrap() if hasattr(value, "unwrap") else value, settings)
 

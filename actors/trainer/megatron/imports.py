@@ -37,7 +37,11 @@ _NAMES: Final = {
     "get_forward_backward_func": "pipeline_parallel",
     "ColumnParallelLinear": "tensor_parallel",
     "VocabParallelEmbedding": "tensor_parallel",
+    "RowParallelLinear": "tensor_parallel",
+    "copy_to_tensor_model_parallel_region": "tensor_parallel",
     "gather_from_sequence_parallel_region": "tensor_parallel",
+    "reduce_from_tensor_model_parallel_region": "tensor_parallel",
+    "reduce_scatter_to_sequence_parallel_region": "tensor_parallel",
     "initialize_rng_tracker": "tensor_parallel.random",
     "model_parallel_cuda_manual_seed": "tensor_parallel.random",
     "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
@@ -46,6 +50,7 @@ _NAMES: Final = {
     "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
     "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
     "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
+    "make_sharded_tensors_for_checkpoint": "transformer.utils",
     "extract_sharded_base": "dist_checkpointing.utils",
     "dict_list_map_inplace": "dist_checkpointing.dict_utils",
     "merge": "dist_checkpointing.dict_utils",
@@ -127,7 +132,11 @@ OptimizerConfig: Any = _parts["OptimizerConfig"]
 get_forward_backward_func: Any = _parts["get_forward_backward_func"]
 ColumnParallelLinear: Any = _parts["ColumnParallelLinear"]
 VocabParallelEmbedding: Any = _parts["VocabParallelEmbedding"]
+RowParallelLinear: Any = _parts["RowParallelLinear"]
+copy_to_tensor_model_parallel_region: Any = _parts["copy_to_tensor_model_parallel_region"]
 gather_from_sequence_parallel_region: Any = _parts["gather_from_sequence_parallel_region"]
+reduce_from_tensor_model_parallel_region: Any = _parts["reduce_from_tensor_model_parallel_region"]
+reduce_scatter_to_sequence_parallel_region: Any = _parts["reduce_scatter_to_sequence_parallel_region"]
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
 TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
@@ -135,6 +144,7 @@ FullyParallelSaveStrategyWrapper: Any = _parts["FullyParallelSaveStrategyWrapper
 TorchCommonLoadStrategy: Any = _parts["TorchCommonLoadStrategy"]
 MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
 mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
+make_sharded_tensors_for_checkpoint: Any = _parts["make_sharded_tensors_for_checkpoint"]
 extract_sharded_base: Any = _parts["extract_sharded_base"]
 dict_list_map_inplace: Any = _parts["dict_list_map_inplace"]
 merge: Any = _parts["merge"]

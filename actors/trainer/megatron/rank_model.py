@@ -16,6 +16,8 @@ from torch import Tensor
 from actors.trainer.algorithms.log_probs import KeptTokens
 from actors.trainer.data.batch import MicroBatch, empty_micro_batch
 from actors.trainer.data.context import Context, Ints
+from actors.trainer.lora.adapters import attach, initial_adapters, trained_tensors
+from actors.trainer.lora.saved import SavedLora
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.config import DTYPES, optimizer_config, transformer_config
@@ -31,7 +33,7 @@ from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, trained_model, with_value_head
-from actors.trainer.models.files import WeightSource, file_source, random_source, value_head_source
+from actors.trainer.models.files import WeightSource, base_source, value_head_source
 from actors.trainer.models.shapes import check_weights
 from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.step.skips import Skips
@@ -94,9 +96,10 @@ class Replica:
         has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # variable-length attention kernel
         self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
         self._temperature = topology.rollout.temperature
+        self._describe_lora = partial(SavedLora.of, topology, self.hf)
         if not topology.model.random_init:
             check_weights(directory, self.hf)
-        source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
+        source = base_source(topology, self.hf)
         if self.hf.has_value_head:
             stored = () if topology.model.random_init else read_tensors(directory)
             std = self.hf.initializer_range if value_head_std is None else value_head_std
@@ -106,6 +109,7 @@ class Replica:
             self.chunks = build_chunks(self.hf, self.config)
             for chunk in self.chunks:
                 load_weights(chunk, self.hf, source)
+            attach(self.chunks, self.hf, topology.trainer.lora, initial_adapters(topology, self.hf))
             biases = [bias.clone() for bias in self._expert_biases]
             self._ddp = [with_gradients(chunk, self.config, topology.trainer) for chunk in self.chunks]
             for bias, before in zip(self._expert_biases, biases, strict=True):
@@ -153,6 +157,11 @@ class Replica:
         """Parameters of the last layer that one token uses, over all tensor-parallel ranks."""
         return self.hf.layers[-1].weights_of_a_token(self.hf.hidden_size, matrices_only=False)
 
+    @property
+    def lora(self) -> SavedLora | None:
+        """Description of the adapters, for checkpoints; reads the base model's files once. None: all weights train."""
+        return self._describe_lora()
+
     def num_micro_batches(self, wanted: int) -> int:
         """Return the number of micro-batches to run: at least `wanted`, and valid for the pipeline schedule.
 
@@ -178,9 +187,9 @@ class Replica:
         return [bias for chunk in self.chunks for _, bias in expert_biases(chunk)]
 
     def weights(self) -> Iterator[Any]:
-        """Yield this rank's parameters and expert biases."""
+        """Yield this rank's tensors that training changes: adapters, or parameters and expert biases."""
         for chunk in self.complete_chunks():
-            yield from (tensor for _, tensor in tensors_of(chunk))
+            yield from trained_tensors(chunk) or (tensor for _, tensor in tensors_of(chunk))
 
     def set_weights(self, source: WeightSource) -> None:
         """Replace the weights, including the optimizer's copies."""

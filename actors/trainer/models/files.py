@@ -30,6 +30,7 @@ from runtime.models.directory import (
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.tables.engines import WeightFormat
+from runtime.settings.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,17 @@ class WeightSource(Protocol):
     def __call__(self, name: str, cut: TensorShard | None = None) -> Tensor:
         """Return the full tensor, or a shard of it."""
         ...
+
+
+def base_source(topology: Topology, model: HfConfig) -> WeightSource:
+    """Return the weights that a run's model starts from: random ones, or those of `model.hf_checkpoint`.
+
+    Raises:
+        ValueError, FileNotFoundError: as in `file_source`.
+    """
+    if topology.model.random_init:
+        return random_source(model, topology.run.seed)
+    return file_source(Path(topology.model.hf_checkpoint))
 
 
 def random_source(model: HfConfig, seed: int) -> WeightSource:

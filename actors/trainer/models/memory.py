@@ -5,6 +5,7 @@ The constants were measured with models of 31M and 135M weights in both dtypes; 
 
 from typing import Final, NamedTuple
 
+from actors.trainer.lora.targets import num_adapter_weights
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import num_weights
 from runtime.settings.derived import has_critic, keeps_teacher, uses_reference
@@ -89,7 +90,11 @@ def rank_memory(topology: Topology, model: HfConfig) -> RankMemory:
     work += HEAD_COPIES * 4 * model.vocab_size * min(tokens, HEAD_ROWS)
     work += HALF_HEAD_BYTES * model.vocab_size * model.hidden_size if is_half else 0
     program = PROGRAM + (PRODUCTS if is_half else 0)
-    return RankMemory(program, round(num_weights(model) * each / shards), round(work / shards))
+    states = num_weights(model) * each / shards
+    if trainer.lora.rank:  # of each pair, a tensor-parallel rank has one matrix whole: counted as both
+        adapters = num_adapter_weights(model, trainer.lora) / layout.pipeline_model_parallel_size
+        states = num_weights(model) * weight / shards + adapters * each
+    return RankMemory(program, round(states), round(work / shards))
 
 
 def _step_tokens(topology: Topology) -> int:

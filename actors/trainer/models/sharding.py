@@ -17,6 +17,7 @@ from actors.trainer.models.names import joined_for_megatron
 from actors.trainer.models.shapes import weights_of
 
 EXPERT: Final = "mlp.experts.local_experts."
+ADAPTER: Final = ".lora"  # module of a linear layer with its LoRA adapter; no tensor of the files
 
 
 @torch.no_grad()
@@ -40,8 +41,9 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
 
 
 def tensors_of(built: Any) -> list[tuple[str, Any]]:
-    """List a GPTModel's tensors of the checkpoint by Megatron name: parameters and expert biases."""
-    return [*built.named_parameters(), *expert_biases(built)]
+    """List a GPTModel's tensors of the files by Megatron name: parameters without adapters, and expert biases."""
+    named = [(name, parameter) for name, parameter in built.named_parameters() if f"{ADAPTER}." not in name]
+    return [*named, *expert_biases(built)]
 
 
 def is_of_expert(name: str) -> bool:

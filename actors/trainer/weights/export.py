@@ -254,7 +254,7 @@ def kept(host_buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucke
 
 def copied(parts: Iterable[Part]) -> list[Part]:
     """Copy the parts' tensors to the host, so that the model's tensors may change."""
-    return [part._replace(tensor=host_copy(part.tensor)) for part in parts]
+    return [part._replace(tensor=host_copy(part.values()), merge=None) for part in parts]
 
 
 def _taken(parts: list[Part]) -> Iterator[Part]:

@@ -5,13 +5,14 @@ first rank of the stage, in the first data-parallel replica, receives the tensor
 shards, and skip tensors of which they hold no shard.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.trainer.lora.adapters import adapters_of, merge_of
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.names import split_for_hf
@@ -30,21 +31,28 @@ class Part(NamedTuple):
     dim: int  # dimension along which shards are joined
     num_parts: int  # shards of each name; the group's ranks are ordered by name, then shard
     group: Any  # torch process group
+    merge: Callable[[], Tensor] | None = None  # merges an adapter into `tensor`; None: it has none
+
+    def values(self) -> Tensor:
+        """Return the values to export, shaped like `tensor`."""
+        return self.tensor if self.merge is None else self.merge()
 
 
 def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
-    """List this rank's tensors in export order. They are the model's own tensors, not copies.
+    """List this rank's tensors in export order. They are the model's own tensors, not copies; adapters are merged late.
 
     Args:
         chunks: the rank's GPTModels.
         model: configuration that they were built from.
     """
-    return [
-        _part(global_name(name, built), tensor, model)
-        for built in chunks
-        for name, tensor in tensors_of(built)
-        if not _is_copy(name, built, model)
-    ]
+    return [part for built in chunks for part in _parts_of(built, model)]
+
+
+def _parts_of(built: Any, model: HfConfig) -> Iterator[Part]:
+    adapters = adapters_of(built)
+    for name, tensor in tensors_of(built):
+        if not _is_copy(name, built, model):
+            yield _part(global_name(name, built), tensor, model)._replace(merge=merge_of(adapters, name, tensor))
 
 
 def _is_copy(name: str, built: Any, model: HfConfig) -> bool:
@@ -140,11 +148,11 @@ def _joined(name: str, part: Part, own: Tensor, model: HfConfig) -> Iterator[Ten
 def _collected(part: Part, first: int, device: torch.device) -> Tensor | None:
     """Gather the shards of all ranks of the group, stacked, on the stage's first rank. None on the other ranks."""
     if part.num_parts == len(part.names) == 1:  # not sharded: other ranks have copies
-        return part.tensor.to(device)[None] if dist.get_rank() == first else None
+        return part.values().to(device)[None] if dist.get_rank() == first else None
     ranks = dist.get_process_group_ranks(part.group)
     if ranks[0] != first:  # group of another replica
         return None
-    own = part.tensor.to(device).contiguous()
+    own = part.values().to(device).contiguous()
     collected = own.new_empty(len(ranks), *own.shape) if dist.get_rank() == first else None
     dist.gather(own, None if collected is None else list(collected), dst=first, group=part.group)
     return collected

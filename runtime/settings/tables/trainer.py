@@ -115,6 +115,32 @@ class CriticRanksConfig(Config, frozen=True, kw_only=True):
         return self.gpus is not None or self.num_processes > 0
 
 
+class LoraConfig(Config, frozen=True, kw_only=True):
+    """LoRA: the model's weights stay, and two narrow matrices beside each chosen linear layer train."""
+
+    # Rank of the matrices. 0 trains all weights instead.
+    rank: Count = 0
+    # Numerator of the scale: products of the matrices are multiplied by `alpha / rank`.
+    alpha: Harmless[Annotated[float, msgspec.Meta(gt=0)]] = 32.0
+    # Multiply by `alpha / sqrt(rank)` instead, as rank-stabilized LoRA does.
+    rslora: Harmless[bool] = False
+    # Linear layers with such matrices: "all-linear", or the names that they have in Hugging Face's class, such as
+    # `q_proj`. Each name stands for that layer of every decoder layer. "all-linear" leaves out `lm_head`. Not
+    # implemented yet: MLPs and experts of a model with experts.
+    targets: Harmless[Literal["all-linear"] | tuple[Text, ...]] = "all-linear"
+    # Directory of an adapter in peft's format to start from: `adapter_config.json` and `adapter_model.safetensors`. Its
+    # rank, scale and targets must be those of this table. By default new adapters change nothing at the start: the
+    # first matrix is random, the second zero.
+    load: Reads[Text | None] = None
+    # Probability of dropout before the first matrix. Not implemented yet: above 0.
+    dropout: NonNegative = 0.0  # expert
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the two matrices."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
 class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or `num_processes` on the CPU."""
 
@@ -155,6 +181,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     # implemented yet: above 1 with an engine over several nodes.
     full_export_interval: Positive = 1
     profile: ProfileConfig = ProfileConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     ddp: DdpConfig = DdpConfig()
