@@ -63,7 +63,7 @@ class Adapter(nn.Module):
         self.by_columns = isinstance(linear, RowParallelLinear)
         self._group: Any = linear.tp_group if self.by_rows or self.by_columns else None
         self.ranks: int = 1 if self._group is None else self._group.size()
-        sequence = bool(linear.weight.sequence_parallel if self._group is None else linear.sequence_parallel)
+        sequence = bool(getattr(linear.weight if self._group is None else linear, "sequence_parallel", False))
         self._divides_sequence = sequence and self.ranks > 1
         self._scale = config.scale
         divided = self.ranks if self.by_rows else 1
