@@ -205,6 +205,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     norm_topk_prob: bool  # whether the chosen experts' weights are normalized to sum 1
     routed_scaling_factor: float = 1.0
     shared_size: int = 0  # of the shared expert, which every token passes; 0: none
+    has_shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
     num_groups: int | None = None  # expert groups; None: a token's experts are chosen among all
     num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
 
@@ -222,6 +223,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             yield from within(own, f"experts.local_experts.{number}", f"experts.{number}")
         if self.shared_size:
             yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
+        if self.has_shared_gate:
+            yield Weight("shared_experts.gate_weight", {"shared_expert_gate.weight": (1, hidden)})
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):

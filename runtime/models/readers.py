@@ -300,6 +300,33 @@ class ExpertKeys(MlpKeys, frozen=True, kw_only=True):
             yield "no layer has experts: a dense model needs another model_type"
 
 
+class SoftmaxExpertKeys(ExpertKeys, frozen=True, kw_only=True):
+    """Keys of experts whose router has a softmax, in some layers."""
+
+    num_experts: int = 128
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of experts."""
+        return self.num_local_experts or self.num_experts
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return index not in (self.mlp_only_layers or ()) and (index + 1) % max(self.decoder_sparse_step, 1) == 0
+
+    def experts(self) -> Experts:
+        """Return the experts of a layer that has them."""
+        return self.routed(score="softmax", has_bias=False)
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if self.decoder_sparse_step < 1:
+            yield f"decoder_sparse_step {self.decoder_sparse_step} is not positive"
+
+
 class SigmoidExpertKeys(ExpertKeys, frozen=True, kw_only=True):
     """Keys of experts whose router has sigmoid scores and a bias, after some dense layers; and of MTP layers."""
 

@@ -261,6 +261,8 @@ FAMILIES = (
     Row("EP2xTP2+SP", packed=True, kind="glm4_moe_lite", replay=True),
     Row("PP2", kind="glm4_moe_lite", replay=True),
     Row("EP2xCP2", packed=True, kind="glm4_moe_lite", replay=True),
+    Row("EP2xTP2+SP", packed=True, kind="qwen2_moe", replay=True),
+    Row("PP2", packed=True, kind="qwen2_moe", replay=True),
 )
 # log-probs of groups before their batch
 AHEAD = (
@@ -404,7 +406,7 @@ FEW = (
     Row("EP2xCP2", kind="qwen3_moe", replay=True),
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
-    *(FAMILIES[row] for row in (0, 4)),
+    *(FAMILIES[row] for row in (0, 4, 7)),
 )
 ALL = (
     *EXPERTS,

@@ -100,7 +100,7 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
     if rope.factor != 1.0:
         _stretch(built.rotary_pos_emb, rope)
-    built.to(config.params_dtype)
+    built.to(torch.cuda.current_device(), config.params_dtype)  # Megatron makes a gate of experts on the CPU
     for _, bias in expert_biases(built):
         bias.data = bias.data.float()  # Megatron keeps them in float32
     if reasons := {module.one_by_one for module in built.modules() if isinstance(module, GroupedExperts)} - {None}:

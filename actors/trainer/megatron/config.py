@@ -78,6 +78,7 @@ def _experts(model: HfConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(isinstance(layer.mlp, Experts)) for layer in model.layers],
         "moe_ffn_hidden_size": experts.size,
         "moe_shared_expert_intermediate_size": experts.shared_size or None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_score_function": experts.score,
         "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax over the top k alone sums to one

@@ -46,6 +46,10 @@ LATENTS: dict[str, Any] = {
 OF_KIND: dict[str, dict[str, Any]] = {  # keys of each family, with values that differ from its defaults
     "qwen2": {"head_dim": None},  # no such key: the hidden size over the heads
     "glm4": {"attention_bias": True, "tie_word_embeddings": True, **ROPE},
+    "qwen2_moe": {
+        **{"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **ROPE},
+        **{"norm_topk_prob": True, "shared_expert_intermediate_size": 12, "qkv_bias": False, "mlp_only_layers": [0]},
+    },
     "mistral": {"sliding_window": 5, "num_key_value_heads": 4, "head_dim": 6, **ROPE},
     "glm4_moe_lite": {
         **LATENTS,

@@ -21,7 +21,7 @@ from tests.actors.trainer.hf import write_model
 from tests.build.model import mapping_source
 
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
-DIMS |= {"_down_proj.weight": None, "router.weight": None, "_bda.weight": None}
+DIMS |= {"_down_proj.weight": None, "router.weight": None, "_bda.weight": None, "gate_weight": None}
 
 
 def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
