@@ -568,7 +568,7 @@ def test_nothing_is_written_if_flags_are_lost(tmp_path: Path, capsys: pytest.Cap
     assert from_slime.main([str(tmp_path / "run-small.sh"), "--out", str(out)]) == 2
     assert not out.exists()
     said = capsys.readouterr().err
-    assert "run-small.sh:31: --lora-rank 32: write it by hand as `trainer.lora`" in said
+    assert "run-small.sh:31: --lora-rank 32: write it by hand as trainer.lora" in said
     assert "nothing is written; --force writes the rest" in said
 
 
