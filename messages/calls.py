@@ -167,6 +167,7 @@ class LocalCopyRequested(Message, kw_only=True, tag="local_copy_requested"):
     doubted: bool = False  # an engine read the copy and did not hold the version; the copy is verified again
     files: dict[str, FileSum] = {}  # published sizes and checksums by file name; an existing copy is compared with them
     was_read: bool = False  # an engine has read the copy; it is compared once more, but not made again
+    manifest: str = ""  # sha256 of the version's manifest, for a node that does not see `path`
 
 
 @register

@@ -366,6 +366,9 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     start: str = ""  # id of the trainer's start: two starts may share an incarnation; empty: of an older version
     engine_sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
     no_sums: str = ""
+    manifest: str = (
+        ""  # sha256 of the manifest by which nodes fetch the version from each other; empty: they read `path`
+    )
 
 
 @register

@@ -51,16 +51,23 @@ from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from actors.trainer.weights.calls import AskOf
 from actors.trainer.weights.export import weight_thread
-from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions
+from actors.trainer.weights.publish import NOT_WRITTEN, PendingVersion, Published, Versions
 from actors.trainer.weights.rank import RankSender
 from actors.trainer.weights.writing import RankWriter
 from messages import WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.functions.table import INIT_HOOK
+from runtime.models.versions import WEIGHTS
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
 from runtime.settings.tables.engines import WeightFormat
-from runtime.settings.topology import Topology, answers_are_recorded, critic_has_ranks, critic_topology
+from runtime.settings.topology import (
+    Topology,
+    answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
+    fetches_weights,
+)
 from runtime.util.files import atomic_directory
 
 LARGE: Final = 1 << 24  # weights of a model whose memory is given back after each step
@@ -140,12 +147,12 @@ class TrainerRank:
             weight_format=self._weight_format,
             shapes=hf_shapes(hf),
             ignored=topology.model.ignore_config_keys,
+            is_fetched=fetches_weights(topology),
         )
         self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
         self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0
-        if topology.trainer.optimizer.optimizer_cpu_offload:
-            for replica in self._replicas:
-                replica.rest(run_directory)
+        for replica in self._replicas if topology.trainer.optimizer.optimizer_cpu_offload else ():
+            replica.rest(run_directory)
 
     def _link_to_critic(self, store: Any, device: torch.device) -> CriticLink | None:
         """Open the link to the critic's own ranks, if there are some and this is rank 0."""

@@ -99,7 +99,8 @@ def find_source(directory: Path, step: int | None) -> Source:
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
     if step is not None:
         raise CannotExport(f"{directory} has no checkpoint of step {step}, nor of any other")
-    from actors.trainer.weights.publish import WEIGHTS, newest_whole  # imports torch
+    from actors.trainer.weights.publish import newest_whole  # imports torch
+    from runtime.models.versions import WEIGHTS
 
     newest = newest_whole(directory / WEIGHTS)
     if newest is None:

@@ -433,6 +433,7 @@ class Leader:
             base_version=published.base_version,
             delta_bytes=published.delta_bytes,
             files=dict(published.files),
+            manifest=published.manifest,
             engine_sums=published.sums,
             no_sums=published.no_sums,
             again_of=self._republishing.first if again else 0,

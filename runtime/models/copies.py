@@ -5,6 +5,7 @@ copies usable. Checksums find damage in a copy or in the published files; then t
 files.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from messages import FileSum
 from runtime.models.checksums import checksums_of
 from runtime.models.delta import INDEX, NOTE, DeltaError, Version, apply_deltas, held_in, write_held
 from runtime.models.file_sums import damage_in
+from runtime.models.manifest import MANIFEST
 from runtime.models.versions import name_of, on_disk, route_to, versions_in
 from runtime.util.files import atomic_directory
 
@@ -36,6 +38,7 @@ def make_copy(
     *,
     doubted: bool = False,
     files: Mapping[str, FileSum] = MappingProxyType({}),
+    links: bool = False,
 ) -> Path:
     """Return the directory of a full copy of a version; make the copy if needed. One call at a time.
 
@@ -45,6 +48,7 @@ def make_copy(
         copies: directory of this node's copies.
         doubted: hash an existing copy, because an engine that read it did not verify.
         files: announced sums by name, to check an existing copy.
+        links: `published` is this node's own, so a file of a full version is a further name of it.
 
     Raises:
         CopyFailed: the copy cannot be made.
@@ -59,7 +63,7 @@ def make_copy(
     unusable = False
     for held in (*_newest_held(copies, wanted), None):
         try:
-            _make(wanted, published, copies, place, held)
+            _make(wanted, published, copies, place, held, links=links)
         except (DeltaError, OSError, ValueError) as error:
             reasons.append(f"{error}")
             unusable = not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
@@ -93,9 +97,9 @@ def _newest_held(copies: Path, wanted: Version) -> Iterator[Version]:
     yield from held[-1:]
 
 
-def _make(wanted: Version, published: Path, copies: Path, place: Path, held: Version | None) -> None:
+def _make(wanted: Version, published: Path, copies: Path, place: Path, held: Version | None, *, links: bool) -> None:
     if not (published / INDEX).exists():
-        _copy_whole(wanted, published, place)
+        _copy_whole(wanted, published, place, links=links)
         return
     route = route_to(wanted, held, on_disk(published.parent))
     if route.whole is not None:
@@ -111,11 +115,11 @@ def _make(wanted: Version, published: Path, copies: Path, place: Path, held: Ver
         )
 
 
-def _copy_whole(wanted: Version, published: Path, place: Path) -> None:
+def _copy_whole(wanted: Version, published: Path, place: Path, *, links: bool) -> None:
     with atomic_directory(place) as partial:
         for file in published.iterdir():
-            if file.is_file() and file.name != NOTE:
-                shutil.copyfile(file, partial / file.name)
+            if file.is_file() and file.name not in (NOTE, MANIFEST):
+                (os.link if links else shutil.copyfile)(file, partial / file.name)
         found = checksums_of(partial).total
         if found != wanted.checksum:
             message = f"is not version {wanted.number}: its checksum is {found}, expected {wanted.checksum}"

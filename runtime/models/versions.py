@@ -10,6 +10,7 @@ import msgspec
 from runtime.models.delta import NOTE, Version
 from runtime.util.files import write_atomically
 
+WEIGHTS: Final = "weights"  # in the run directory: the versions that the trainer publishes
 _NAME: Final = re.compile(r"v(\d{6,})")
 
 

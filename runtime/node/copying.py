@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import structlog
@@ -16,9 +16,13 @@ import structlog
 from messages import LocalCopyGiven, LocalCopyRequested
 from messages.plain import clipped
 from runtime.models.copies import CopyFailed, damage_of, make_copy
-from runtime.models.delta import Version
+from runtime.models.delta import Version, held_in
 from runtime.models.file_sums import SharedLooks
-from runtime.models.versions import name_of
+from runtime.models.manifest import FetchFailed
+from runtime.models.versions import name_of, versions_in
+
+if TYPE_CHECKING:
+    from runtime.node.sharing import WeightSharing
 
 log = structlog.get_logger()
 
@@ -41,8 +45,9 @@ class LocalCopies:
     A copy in progress cannot be interrupted. It runs on a daemon thread, so that stopping does not wait for it.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Use a directory that belongs to this node only."""
+    def __init__(self, directory: Path, sharing: "WeightSharing | None" = None) -> None:
+        """Use a directory that belongs to this node only. With `sharing`, versions are fetched by their manifest."""
+        self._sharing = sharing
         self._directory = directory.resolve()
         self._jobs: dict[Version, _Job] = {}
         self._making = threading.Lock()
@@ -93,8 +98,7 @@ class LocalCopies:
         try:
             with self._making:
                 begin = time.perf_counter()
-                published = Path(request.path)
-                path = make_copy(version, published, self._directory, doubted=request.doubted, files=request.files)
+                path = self._made(version, request)
                 log.info("weights_copied", weight_version=version.number, took_s=time.perf_counter() - begin)
             answer = LocalCopyGiven(path=str(path))
         except CopyFailed as error:
@@ -102,3 +106,22 @@ class LocalCopies:
             answer = LocalCopyGiven(reason=clipped(str(error), REASON_CHARS), unusable=error.unusable)
         finally:
             report(answer)
+
+    def _made(self, version: Version, request: LocalCopyRequested) -> Path:
+        """Return a copy, of fetched files if this node does not see the published ones."""
+
+        def copied(published: Path, *, links: bool = False) -> Path:
+            directory, files = self._directory, request.files
+            return make_copy(version, published, directory, doubted=request.doubted, files=files, links=links)
+
+        if self._sharing is None or not self._sharing.fetches(request.manifest):
+            return copied(Path(request.path))
+        held = {found for _, path in versions_in(self._directory) if (found := held_in(path)) is not None}
+        try:
+            with suppress(CopyFailed):
+                return copied(self._sharing.fetch(request.manifest, held), links=True)
+            return copied(self._sharing.fetch(request.manifest, (), verifies=True), links=True)
+        except FetchFailed as error:
+            raise CopyFailed(str(error), unusable=error.unusable) from error
+        except OSError as error:
+            raise CopyFailed(f"it cannot be stored: {error}") from error

@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -52,6 +53,9 @@ from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Secret, split_login, with_login, without_logins
 from runtime.util.threads import BoundedThreads
+
+if TYPE_CHECKING:
+    from runtime.node.sharing import WeightSharing
 
 log = structlog.get_logger()
 
@@ -288,7 +292,7 @@ class NodeDaemon:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
             started = with_secrets(spec, incarnation, key, self._bus_url, self._certificate)
             self._supervision.start(started, agreement)
-        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
+        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node, sharing := self._sharing())
         handlers: dict[type[Message], Handler] = {
             KillRequested: partial(self._kill, bus),
             LocalCopyRequested: copies.answer,
@@ -296,6 +300,8 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
+            if sharing is not None:
+                tasks.start_soon(sharing.run, bus)
             if has_page:
                 show_page_lines = partial(show_page, shows_secret=self._is_terminal)
                 tasks.start_soon(show_page_lines, self._plan.run_dir, self._plan.run, self._show)
@@ -323,6 +329,13 @@ class NodeDaemon:
                 await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
+
+    def _sharing(self) -> "WeightSharing | None":
+        if not self._plan.shares_weights:
+            return None
+        from runtime.node.sharing import WeightSharing  # with aiohttp, which other runs need not load
+
+        return WeightSharing(self._plan, self._show)
 
     async def _begin(self, bus: Bus, incarnation: int) -> None:
         """Note where this start begins in the log, before any of its processes writes."""

@@ -52,6 +52,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     leases_home: bool = False  # other machines may become home; needs the lease file of the run directory
     takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true on the node that owns the streams
+    shares_weights: bool = False  # nodes fetch weights from each other, because they share no directory
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 15.0
     stream_bytes: int = 0  # maximum size of the streams in the run directory

@@ -22,7 +22,14 @@ from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import POLICY, Topology, answers_are_recorded, chooser_of, grader_names
+from runtime.settings.topology import (
+    POLICY,
+    Topology,
+    answers_are_recorded,
+    chooser_of,
+    fetches_weights,
+    grader_names,
+)
 from runtime.util.proc import BEGUN, stat_of
 from runtime.util.secrets import Login, kept_secret, read_login
 
@@ -100,6 +107,7 @@ def plan_of(
         leases_home=is_home and len(topology.nodes) > 1 and bus_node(topology) == options.node,
         takes_over=options.take_over,
         keeps_metrics=is_home,
+        shares_weights=fetches_weights(topology) and len(topology.nodes) > 1,
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
         min_free_bytes=min_free_bytes(topology),

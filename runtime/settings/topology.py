@@ -242,7 +242,14 @@ def takes_list(reward: RewardConfig, name: str | None) -> bool:
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
     """Return whether engines read weights from their node's local copy."""
     in_files = engine.weight_transport == "disk"
-    return in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
+    has_copies = in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
+    return has_copies or engine.weight_transport == "http"
+
+
+def fetches_weights(topology: Topology) -> bool:
+    """Return whether nodes fetch weights from home and from each other, instead of reading home's directory."""
+    policy = topology.engines.get(POLICY)
+    return policy is not None and policy.weight_transport == "http" and not answers_are_recorded(topology)
 
 
 def sample_fields(reward: RewardConfig) -> tuple[SampleField, ...]:

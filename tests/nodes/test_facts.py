@@ -1,5 +1,6 @@
 """What home finds out about the machines of other nodes, and runs without a common directory."""
 
+import json
 import shutil
 import signal
 import sys
@@ -12,7 +13,7 @@ from runtime.node.claims.rundir import FORMAT, FORMAT_FILE
 from runtime.settings.load import load_topology
 from runtime.settings.topology import encode_topology
 from tests.chaos.pace import Pace
-from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, start
+from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, pids, start
 from tests.support.machines.lan import ROOT, machines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
@@ -44,6 +45,33 @@ def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: st
         verified = own.read_text().count("weights_verified") if more else 0
     assert "engine.policy.0" in log
     assert not more or verified >= 5  # by the rollout actor of that node
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="whole, one rollout actor", marks=pytest.mark.nightly),
+        pytest.param('rollout.nodes = ["local", "n1"]\ntrainer.full_export_interval = 3', id="deltas, one on each"),
+    ],
+)
+def test_nodes_without_a_common_directory_fetch_weights_from_each_other(tmp_path: Path, more: str) -> None:
+    file, run_dir = apart(tmp_path, transport="http", more=more), tmp_path / "runs" / "apart"
+    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
+        other.wait_for("node n1 joins run apart", 60)
+        finishes(home, other)
+        there = n1.path(run_dir)
+        check_books(n0.path(run_dir), 5)
+        assert len(pids(n0.path(run_dir), "local", "trainer")) == 1
+        log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
+        assert not (there / "weights").exists()
+        assert [*(there / "copies" / "n1").glob("v*/*.safetensors")]
+        assert not list(there.glob("**/*.pem"))  # of a room: its key is nowhere on the disk
+    fetched = [json.loads(line) for line in log.splitlines() if '"weights_fetched"' in line]
+    assert len(fetched) >= 5
+    assert all(list(each["bytes_from"]) == ["local"] for each in fetched)
 
 
 def test_weights_by_files_are_refused_by_key_where_the_directory_is_not_common(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from messages import EngineSums, FileSum, WeightProbe
 from runtime.models.checksums import combined
 from runtime.models.delta import DeltaError, TensorDelta, Version, write_index
 from runtime.models.file_sums import sum_of
+from runtime.models.manifest import write_manifest
 from runtime.models.safetensors import INDEX_FILE, safetensors_files
 from runtime.models.versions import OnDisk, goes_whole, name_of, needed_for, on_disk, versions_in, write_note
 from runtime.settings.tables.engines import WeightFormat
@@ -27,7 +28,6 @@ from runtime.util.files import begin_directory, complete_directory, hidden_name
 
 log = structlog.get_logger()
 
-WEIGHTS: Final = "weights"  # in the run directory
 BASE: Final = "base"  # next to the versions: the trainer's own full files
 KEEP_VERSIONS: Final = 2
 
@@ -46,6 +46,7 @@ class Published:
     files: Mapping[str, FileSum] = field(default_factory=dict[str, FileSum])  # files that an engine reads, by name
     sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
     no_sums: str = ""
+    manifest: str = ""  # digest by which nodes fetch the version; "": they read its directory
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
@@ -90,6 +91,7 @@ class Versions:
         weight_format: WeightFormat = "as_trained",
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
         ignored: Collection[str] = (),
+        is_fetched: bool = False,
     ) -> None:
         """Start without a version of this process.
 
@@ -100,6 +102,7 @@ class Versions:
             weight_format: dtype or quantization of the files; config.json records it.
             shapes: shapes of all tensors by name.
             ignored: keys to leave out of config.json.
+            is_fetched: write a manifest into each version, by which nodes fetch it.
         """
         self._root = root
         self._model_directory = model_directory
@@ -107,6 +110,8 @@ class Versions:
         self._weight_format: WeightFormat = weight_format
         self._shapes = shapes
         self._ignored = ignored
+        self._is_fetched = is_fetched
+        self._manifest: tuple[str, Version] | None = None  # digest of that of the newest version
         self._newest: tuple[Version, Path] | None = None  # with its full files; None: this process has completed none
 
     def begin(self, number: int, *, whole: bool = False) -> PendingVersion:
@@ -137,6 +142,7 @@ class Versions:
         changes = self._with_index(pending, written)
         if changes is None or pending.before is None:
             write_note(pending.whole, OnDisk(version, whole_bytes=size_bytes))
+            manifest = self._write_manifest(pending.whole, version)
             complete_directory(pending.whole, path)
             own = path
         else:
@@ -145,8 +151,10 @@ class Versions:
             shutil.rmtree(own, ignore_errors=True)
             pending.whole.replace(own)
             write_note(changes, OnDisk(version, base=pending.before, delta_bytes=_size_of(changes)))
+            manifest = self._write_manifest(changes, version, base=self._manifest)
             complete_directory(changes, path)
         self._newest = version, own
+        self._manifest = (manifest, version) if manifest else None
         self._forget_bases()
         base_version = 0 if own == path or pending.before is None else pending.before.number
         delta_bytes = _size_of(path) if base_version else 0
@@ -160,7 +168,11 @@ class Versions:
             files=files,
             sums=written.sums,
             no_sums=written.no_sums,
+            manifest=manifest,
         )
+
+    def _write_manifest(self, directory: Path, version: Version, base: tuple[str, Version] | None = None) -> str:
+        return write_manifest(directory, version, base=base) if self._is_fetched else ""
 
     def prune(self, *, confirmed: int) -> None:
         """Delete versions that no engine needs.

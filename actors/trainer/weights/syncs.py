@@ -71,7 +71,8 @@ class WeightSessions:
             wake: called when engines have requested a weight sync.
         """
         pool = topology.engines.get(POOL)
-        self.transport = "disk" if pool is None else pool.weight_transport
+        transport = "disk" if pool is None else pool.weight_transport
+        self.transport = "disk" if transport == "http" else transport  # of announcements: "disk" is without a sync
         self._timeout_s = 0.0 if pool is None else pool.update_stall_s
         self._bus = bus
         self._roster = Roster(bus)

@@ -87,7 +87,7 @@ def _without_directory(topology: Topology, node: str, roles: NodeRoles) -> Itera
     why = f"{place} is not the directory of node {bus_node(topology) or 'with the streams'} here"
     for pool in roles.pools:
         if pool == POLICY and (transport := topology.engines[pool].weight_transport) == "disk":
-            remedy = 'use a common directory (run.dir), or weight_transport = "collective"'
+            remedy = 'use a common directory (run.dir), or weight_transport = "http" or "collective"'
             yield Problem.of(f"engines.{pool}.weight_transport", transport, f"{why}; {remedy}")
     policy = topology.engines.get(POLICY)
     if roles.generates and POLICY not in roles.pools and policy is not None and policy.weight_transport == "disk":

@@ -2,14 +2,23 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
-from runtime.settings.placement import engine_places, is_networked, nodes_of_engine, num_engines
+from runtime.settings.placement import (
+    engine_places,
+    home_node,
+    is_networked,
+    nodes_of_engine,
+    num_engines,
+    trainer_nodes,
+)
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import POLICY, Topology, answers_are_recorded, keeps_prefixes, sglang_arguments
 
+IN_FILES: Final = ("disk", "http")
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names
 NOT_FROM_PEERS: Final = ("load_format", "model_loader_extra_config", "quantization", "weight_cache_mode")
@@ -23,7 +32,7 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
             continue  # its weights do not change
         key = f"engines.{name}"
         if engine.weight_transport == "ipc" and engine.colocate is None:
-            message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
+            message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, http, collective'
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
         if engine.weight_transport == "ipc":
             yield from _by_handles(engine, key)
@@ -32,7 +41,9 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
         if engine.weight_transport == "collective":
             yield from _in_groups(topology, engine, key)
-        if engine.weight_transport != "disk":
+        if engine.weight_transport == "http":
+            yield from _over_http(topology, engine, key)
+        if engine.weight_transport not in IN_FILES:
             yield from _one_replica(engine, key)
         yield from _in_format(engine, key)
         yield from _deltas(topology, engine, key)
@@ -70,8 +81,10 @@ def _deltas(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Prob
     interval = topology.trainer.full_export_interval
     if interval == 1 or answers_are_recorded(topology):
         return
-    if engine.weight_transport != "disk":
-        message = f'deltas are published as files: needs {key}.weight_transport = "disk"; allowed otherwise: 1'
+    if engine.weight_transport not in IN_FILES:
+        message = (
+            f'deltas are published as files: needs {key}.weight_transport = "disk" or "http"; allowed otherwise: 1'
+        )
         yield Problem.of("trainer.full_export_interval", interval, message)
     if engine.colocate is not None:
         message = f"deltas need engines on their own GPUs ({key}.colocate unset); allowed otherwise: 1"
@@ -84,7 +97,7 @@ def _deltas(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Prob
 
 
 def _local_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    if engine.weight_transport != "disk":
+    if engine.weight_transport not in IN_FILES:
         message = (
             f'local copies are made of files only: needs {key}.weight_transport = "disk"; allowed otherwise: false'
         )
@@ -178,6 +191,24 @@ def _by_handles(engine: EngineConfig, key: str) -> Iterator[Problem]:
                 f'a memory handle is valid for one pipeline stage only; allowed: 1, or {key}.weight_transport = "disk"'
             )
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
+
+
+def _over_http(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """Yield what cannot be fetched: home's node daemon serves files, and node daemons fetch them for their engines."""
+
+    def refused(message: str) -> Problem:
+        return Problem.of(f"{key}.weight_transport", "http", f"{message}; allowed otherwise: disk, collective")
+
+    if engine.urls:
+        yield refused(f"no node daemon of the run fetches files for external engines: needs {key}.urls unset")
+    if engine.colocate is not None:
+        yield refused(f"colocated engines are beside the trainer's files: needs {key}.colocate unset")
+    home = home_node(topology)
+    with suppress(ValueError):  # another rule reports the GPU list
+        if any(node != home for node in trainer_nodes(topology)):
+            yield refused(f"not implemented yet: a trainer with ranks on another node than home, {home}")
+        if any(len(nodes_of_engine(places)) > 1 for places in engine_places(topology, engine)):
+            yield refused("not implemented yet for an engine over several nodes")
 
 
 def _one_replica(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from runtime.settings.reading.access import Address, Code, Harmless, Program, Re
 from runtime.settings.reading.config import Config
 from runtime.settings.tables.values import Name, Positive, Text, Timeout, Variable
 
-WeightTransport = Literal["disk", "collective", "ipc"]
+WeightTransport = Literal["disk", "http", "collective", "ipc"]
 WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: the layers' matrices, in blocks of 128 x 128
 StartWeights = Literal["files", "peer"]
 Verify = Literal["always", "first", "never"]
@@ -76,8 +76,9 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     next_token_after_s: Timeout = 120.0
     # Number of key-value cache slots (tokens) per engine. By default the engine decides.
     max_total_tokens: Positive | None = None
-    # How new weights reach the engines: through files ("disk"), a broadcast ("collective"), or shared memory ("ipc").
-    # "ipc" needs `colocate`; "collective" needs engines outside the trainer's memory.
+    # How new weights reach the engines: through files of a common directory ("disk"), through files that nodes fetch
+    # from home and from each other ("http"), a broadcast ("collective"), or shared memory ("ipc"). "http" needs the
+    # trainer at home; "ipc" needs `colocate`; "collective" needs engines outside the trainer's memory.
     weight_transport: Harmless[WeightTransport] = "disk"
     # Dtype or quantization in which engines receive new weights. "fp8" needs SGLang on GPUs.
     weight_format: Harmless[WeightFormat] = "as_trained"

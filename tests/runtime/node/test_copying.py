@@ -44,11 +44,18 @@ class Gate:
         monkeypatch.setattr(copying, "make_copy", self._make)
 
     def _make(
-        self, wanted: Version, published: Path, copies: Path, *, doubted: bool, files: Mapping[str, FileSum]
+        self,
+        wanted: Version,
+        published: Path,
+        copies: Path,
+        *,
+        doubted: bool,
+        files: Mapping[str, FileSum],
+        links: bool,
     ) -> Path:
         assert self.open.wait(20)
         self.made.append(wanted.number)
-        return make_copy(wanted, published, copies, doubted=doubted, files=files)
+        return make_copy(wanted, published, copies, doubted=doubted, files=files, links=links)
 
 
 async def test_many_ask_and_a_copy_is_made_once(

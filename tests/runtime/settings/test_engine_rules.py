@@ -66,6 +66,26 @@ ASKS = ("algorithm.opd.type=sglang",)
             "these engines cannot reach the trainer",
         ),
         (
+            ("engines.policy.weight_transport=http", 'engines.policy.urls=["http://10.0.0.7:30000"]'),
+            "engines.policy.weight_transport",
+            "no node daemon of the run fetches files for external engines",
+        ),
+        (
+            ("engines.policy.weight_transport=http", "engines.policy.colocate=trainer"),
+            "engines.policy.weight_transport",
+            "colocated engines are beside the trainer's files",
+        ),
+        (
+            (
+                "engines.policy.weight_transport=http",
+                'nodes={local={address="10.0.0.1"}, n1={address="10.0.0.2"}}',
+                "bus.node=local",
+                'trainer.nodes=["n1"]',
+            ),
+            "engines.policy.weight_transport",
+            "not implemented yet: a trainer with ranks on another node than home, local",
+        ),
+        (
             (
                 "engines.policy.weight_transport=collective",
                 "engines.policy.kind=sglang",

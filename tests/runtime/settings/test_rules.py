@@ -182,7 +182,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem(address: str) -> 
         (
             ("engines.policy.weight_transport=collective", "trainer.full_export_interval=4"),
             "trainer.full_export_interval",
-            'needs engines.policy.weight_transport = "disk"; allowed otherwise: 1',
+            'needs engines.policy.weight_transport = "disk" or "http"; allowed otherwise: 1',
         ),
         (
             ("engines.policy.colocate=trainer", "trainer.full_export_interval=4"),

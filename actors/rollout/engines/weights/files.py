@@ -158,6 +158,7 @@ class NodeCopies:
                     doubted=doubted,
                     files=announced.files if self._are_checked else {},
                     was_read=was_read,
+                    manifest=announced.manifest,
                 )
                 return await self._bus.call(self._agent, request, LocalCopyGiven, timeout_s=left_s)
 

@@ -1,0 +1,100 @@
+"""Weights between nodes that share no directory: this node's room, the rooms of the others, and what it fetches."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+
+from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.http.fetching import Fetcher, Published
+from runtime.http.room import Room, RoomAddress, open_room
+from runtime.models.delta import Version
+from runtime.models.versions import WEIGHTS
+from runtime.node.node_plan import NodePlan
+from runtime.settings.placement import LOOPBACK
+
+log = structlog.get_logger()
+
+FETCHED: Final = "fetched"  # in the run directory: what each node has fetched
+LOOK_EVERY_S: Final = 1.0  # for rooms of other nodes, while this one fetches
+RELEASE_S: Final = 1.0
+
+
+class WeightSharing:
+    """Serves this node's weights to the others, and fetches theirs.
+
+    Home serves what its trainer publishes. Another node serves what it has fetched and verified.
+    """
+
+    def __init__(self, plan: NodePlan, show: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._others: tuple[RoomAddress, ...] = ()
+        published = Published(plan.run_dir / WEIGHTS)
+        self._room = Room(published.look) if plan.owns_streams else Room()
+        root = plan.run_dir / FETCHED / plan.node
+        self._fetcher = None if plan.owns_streams else Fetcher(root, self._room, lambda: self._others, show)
+
+    def fetches(self, manifest: str) -> bool:
+        """Whether this node fetches a version; otherwise it reads the published files."""
+        return self._fetcher is not None and bool(manifest)
+
+    def fetch(self, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
+        """Return the directory of a version. Blocks; one call at a time.
+
+        Args:
+            manifest: digest of its manifest, as announced.
+            held: versions from which deltas may begin.
+            verifies: compare what is here already, too.
+
+        Raises:
+            FetchFailed: no node sent a part of it.
+            OSError: it cannot be stored.
+        """
+        assert self._fetcher is not None, "home reads its own files"
+        return self._fetcher.fetch(manifest, held=held, verifies=verifies)
+
+    async def run(self, bus: Bus) -> None:
+        """Keep the room open and known, and know those of others. Never returns.
+
+        Raises:
+            OSError: this node cannot listen at its address.
+        """
+        address, plan = self._plan.address, self._plan
+        host, announced = (LOOPBACK, LOOPBACK) if address is None else (address.ip, address.announced)
+        async with open_room(self._room, plan.node, host, announced, is_home=plan.owns_streams) as own:
+            log.info("room_opened", host=host, port=own.port)
+            key = f"room.{plan.node}"
+            try:
+                while True:
+                    await self._renew(bus, key, own)
+                    renew_at = anyio.current_time() + RENEW_EVERY_S
+                    while anyio.current_time() < renew_at:
+                        await anyio.sleep(LOOK_EVERY_S)
+                        if self._fetcher is not None and self._fetcher.num_active:
+                            await self._look(bus)
+            finally:
+                with anyio.move_on_after(RELEASE_S, shield=True):
+                    try:
+                        await bus.kv.delete(key)
+                    except BusError:  # it expires
+                        pass
+
+    async def _renew(self, bus: Bus, key: str, own: RoomAddress) -> None:
+        try:
+            await bus.kv.put(key, own, ttl_s=LIFETIME_S)
+        except BusError as error:
+            log.warning("room_not_announced", error=str(error))
+        await self._look(bus)
+
+    async def _look(self, bus: Bus) -> None:
+        try:
+            found = await bus.kv.latest("room.*", RoomAddress)
+        except BusError as error:
+            log.warning("rooms_unknown", error=str(error))
+            return
+        rooms = (entry.value for entry in found)
+        self._others = tuple(room for room in rooms if room is not None and room.node != self._plan.node)

@@ -1,0 +1,244 @@
+"""A node fetches a version from the rooms of others: each byte is compared, and neither a death nor a lie costs it."""
+
+import shutil
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+from actors.trainer.weights.publish import Published as Version_
+from actors.trainer.weights.publish import Versions
+from runtime.http import fetching
+from runtime.http.fetching import Fetcher, Published
+from runtime.http.room import Room, RoomAddress, open_room
+from runtime.models.checksums import checksums_of
+from runtime.models.copies import make_copy
+from runtime.models.delta import Version
+from runtime.models.manifest import FetchFailed, ManifestFile, read_manifest, write_manifest
+from runtime.models.versions import OnDisk, name_of, write_note
+from runtime.util.files import hidden_name
+from tests.fixtures.nats import eventually
+from tests.support.published import changed, drawn, flip, publish
+
+pytestmark = pytest.mark.anyio
+
+PIECE = 1 << 16
+SIZE = 40 * PIECE + 5
+SERVER = """
+import sys, anyio, msgspec
+from pathlib import Path
+from runtime.http.fetching import Published
+from runtime.http.room import Room, open_room
+
+async def main():
+    room = Room(Published(Path(sys.argv[1])).look)
+    async with open_room(room, sys.argv[2], "127.0.0.1", "127.0.0.1", is_home=True) as address:
+        print(msgspec.json.encode(address).decode(), flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+def published(root: Path, number: int = 1, size: int = SIZE) -> str:
+    """Publish a version with two files; return the digest of its manifest."""
+    (place := root / name_of(number)).mkdir(parents=True)
+    (place / "model.safetensors").write_bytes(Random(number).randbytes(size))
+    (place / "config.json").write_text("{}")
+    (place / "empty.txt").touch()
+    version = Version(number, f"sum of {number}")
+    write_note(place, OnDisk(version, whole_bytes=size))
+    return write_manifest(place, version, piece_bytes=PIECE)
+
+
+@asynccontextmanager
+async def home(root: Path) -> AsyncGenerator[RoomAddress]:
+    async with open_room(Room(Published(root).look), "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
+        yield address
+
+
+class Node:
+    """A node that fetches, with a room of its own."""
+
+    def __init__(self, root: Path, known: Sequence[RoomAddress] = ()) -> None:
+        self.known = list(known)
+        self.shown: list[str] = []
+        self.room = Room()
+        self.root = root
+        self.fetcher = Fetcher(root, self.room, lambda: self.known, self.shown.append)
+
+    async def fetch(self, digest: str, *, verifies: bool = False) -> Path:
+        return await anyio.to_thread.run_sync(lambda: self.fetcher.fetch(digest, verifies=verifies))
+
+    @asynccontextmanager
+    async def open(self, name: str) -> AsyncGenerator[RoomAddress]:
+        async with open_room(self.room, name, "127.0.0.1", "127.0.0.1", is_home=False) as address:
+            yield address
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two directories have the same files."""
+    names = sorted(file.name for file in one.iterdir())
+    same = names == sorted(file.name for file in other.iterdir())
+    return same and all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+async def test_a_node_fetches_a_version_and_seeds_it_when_home_is_gone(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    first, second = Node(tmp_path / "n1"), Node(tmp_path / "n2")
+    async with home(tmp_path / "weights") as address:
+        first.known = [address]
+        place = await first.fetch(digest)
+    assert is_same(place, tmp_path / "weights" / "v000001")
+    async with first.open("n1") as address:
+        second.known = [address]
+        assert is_same(await second.fetch(digest), place)
+    again = Node(tmp_path / "n2")  # its daemon was started again: nothing is asked for what is there
+    assert is_same(await again.fetch(digest), place)
+    async with again.open("n2") as address:
+        assert is_same(await Node(tmp_path / "n3", [address]).fetch(digest), place)
+
+
+async def test_a_peer_that_sends_wrong_bytes_is_named_and_left_out(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    shutil.copytree(tmp_path / "weights", tmp_path / "n1")
+    liar = Node(tmp_path / "n1")
+    for piece in range(40):
+        flip(tmp_path / "n1" / "v000001" / "model.safetensors", piece * PIECE + 7)
+    async with home(tmp_path / "weights") as right, liar.open("n1") as wrong:
+        node = Node(tmp_path / "n2", [right, wrong])
+        assert is_same(await node.fetch(digest), tmp_path / "weights" / "v000001")
+    assert len(node.shown) == 1
+    assert node.shown[0].startswith(f"node n1 (127.0.0.1:{wrong.port}) sent wrong bytes and is left out: piece ")
+    assert " of model.safetensors of version 1: its sha256 is " in node.shown[0]
+
+
+async def test_a_version_that_home_itself_does_not_have_as_announced_is_unusable(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    flip(tmp_path / "weights" / "v000001" / "model.safetensors", 3)
+    async with home(tmp_path / "weights") as address:
+        with pytest.raises(FetchFailed, match=r"piece 0 of model.safetensors of version 1") as failed:
+            await Node(tmp_path / "n1", [address]).fetch(digest)
+    assert failed.value.unusable
+    assert "node home (127.0.0.1:" in str(failed.value)
+    assert not (tmp_path / "n1" / "v000001").exists()
+
+
+async def test_a_node_without_a_source_ends_its_wait_and_names_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "STALL_S", 0.3)
+    monkeypatch.setattr(fetching, "GONE_S", 0.3)
+    digest = published(tmp_path / "weights")
+    async with home(tmp_path / "weights") as address:
+        other = await _another_room()
+        impostor = msgspec.structs.replace(other, port=address.port)  # at its port there is another room now
+        shutil.rmtree(tmp_path / "weights")
+        with pytest.raises(FetchFailed) as failed:
+            await Node(tmp_path / "n1", [address, impostor]).fetch(digest)
+    assert not failed.value.unusable
+    assert "node home (127.0.0.1:" in str(failed.value)
+    assert "): it answered 404: This run announced no such digest here." in str(failed.value)
+    assert "): SSLCertVerificationError: " in str(failed.value)
+    with pytest.raises(FetchFailed, match="no node has a room"):
+        await Node(tmp_path / "n1").fetch(digest)
+
+
+async def _another_room() -> RoomAddress:
+    async with open_room(Room(), "n9", "127.0.0.1", "127.0.0.1", is_home=False) as address:
+        return address
+
+
+@asynccontextmanager
+async def serving(root: Path, name: str) -> AsyncGenerator[tuple[anyio.abc.Process, RoomAddress]]:
+    """A room in a process of its own."""
+    command = [sys.executable, "-c", SERVER, str(root), name]
+    async with await anyio.open_process(command, stderr=None) as process:
+        assert process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            line += await process.stdout.receive()
+        try:
+            yield process, msgspec.json.decode(line, type=RoomAddress)
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def test_a_source_that_is_killed_in_the_middle_costs_what_was_on_its_way(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights", size=800 * PIECE)
+    node, fetched = Node(tmp_path / "n1"), list[Path]()
+    partial = hidden_name(tmp_path / "n1" / "v000001") / "model.safetensors"
+
+    async def fetch() -> None:
+        fetched.append(await node.fetch(digest))
+
+    def has_begun() -> bool:
+        return partial.exists() and partial.stat().st_blocks > 0
+
+    async with serving(tmp_path / "weights", "home") as (process, address), anyio.create_task_group() as tasks:
+        node.known = [address]
+        tasks.start_soon(fetch)
+        await eventually(has_begun)
+        process.kill()
+        await process.wait()
+        assert not fetched
+        async with home(tmp_path / "weights") as back:
+            node.known = [back]
+            await eventually(lambda: bool(fetched))
+    assert is_same(fetched[0], tmp_path / "weights" / "v000001")
+
+
+async def test_what_was_fetched_before_the_node_was_killed_is_not_fetched_again(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    _, manifest = read_manifest(tmp_path / "weights" / "v000001")
+    left = hidden_name(tmp_path / "n1" / "v000001")
+    shutil.copytree(tmp_path / "weights" / "v000001", left)
+    with (left / "model.safetensors").open("r+b") as opened:
+        opened.write(bytes(3 * PIECE))
+    room = Room(Published(tmp_path / "weights").look)
+    async with open_room(room, "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
+        place = await Node(tmp_path / "n1", [address]).fetch(digest)
+    assert is_same(place, tmp_path / "weights" / "v000001")
+    manifest_bytes = (place / "manifest.json").stat().st_size
+    assert room.sent_bytes == 3 * PIECE + manifest_bytes, manifest
+
+
+async def test_a_damaged_version_is_found_when_it_is_verified(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    async with home(tmp_path / "weights") as address:
+        node = Node(tmp_path / "n1", [address])
+        flip(await node.fetch(digest) / "model.safetensors", 9)
+        assert is_same(await node.fetch(digest, verifies=True), tmp_path / "weights" / "v000001")
+
+
+async def test_deltas_are_fetched_with_what_they_begin_from_and_no_more(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    versions = Versions(tmp_path / "weights", model, every=4, is_fetched=True)
+    weights = [drawn(), changed(drawn(), 1), changed(changed(drawn(), 1), 2)]
+    made: list[Version_] = [publish(versions, number, each) for number, each in enumerate(weights, 1)]
+    async with home(tmp_path / "weights") as address:
+        late = Node(tmp_path / "n1", [address])
+        place = await late.fetch(made[2].manifest)
+        assert sorted(each.name for each in late.root.iterdir()) == ["v000001", "v000002", "v000003"]
+        copy = make_copy(Version(3, made[2].checksum), place, tmp_path / "copies", links=True)
+        assert checksums_of(copy).total == made[2].checksum
+        early = Node(tmp_path / "n2", [address])
+        held = [Version(2, made[1].checksum)]
+        await anyio.to_thread.run_sync(lambda: early.fetcher.fetch(made[2].manifest, held=held))
+        assert [each.name for each in early.root.iterdir()] == ["v000003"]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "manifest.json", "x" * 300])
+def test_a_manifest_names_plain_files_alone(tmp_path: Path, name: str) -> None:
+    _ = published(tmp_path)
+    _, manifest = read_manifest(tmp_path / "v000001")
+    with pytest.raises(ValueError, match="files of wrong names"):
+        msgspec.structs.replace(manifest, files=(ManifestFile(name=name, size_bytes=0, pieces=()),))
