@@ -9,9 +9,9 @@ def reward(sample):
     """1 for the right number alone, 0 to 0.5 for another, by its distance, -0.5 if more follows a number, -1 for text.
 
     A model that was asked for "the number only" first answers in sentences. The negative rewards teach the form, and
-    are large enough that an entropy bonus does not lead away from it. Line ends around a number are allowed, as in
-    "19\\n". Then the model repeats a number of the question, which is 0. A nearer number is better at every distance, so
-    that nearly all prompts have unequal rewards: equal ones teach nothing.
+    are large enough that an entropy bonus does not lead away from it. Line ends around a number are allowed. Then the
+    model repeats a number of the question, which is 0. A nearer number is better at every distance, so that nearly all
+    prompts have unequal rewards: equal ones teach nothing.
     """
     text = sample.response.strip()
     if not re.fullmatch(r"-?[0-9]+", text):
