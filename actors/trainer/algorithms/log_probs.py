@@ -203,7 +203,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
                 continue
-            add_product(of_weight, gradient.t(), hidden_MH[rows])
+            _add_product(of_weight, gradient.t(), hidden_MH[rows])
         if ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group)
         returned = None
@@ -213,7 +213,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return of_hidden, returned, None, None, None, None, None, None, None
 
 
-def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a product of matrices to a float32 matrix.
 
     Factors in bfloat16 are multiplied in slices on the CPU: there the product of all rows, and the float32 copy of it

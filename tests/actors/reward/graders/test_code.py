@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -37,6 +38,8 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3"
 DOUBLES = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
 FIRSTS = {"inputs": [[[3, 1]], [[5]]], "outputs": [[3], [5]], "fn_name": "first"}
 REFUSAL = isolation.refusal()
+T = TypeVar("T")
+TRIES = 10  # of a program on a busy machine
 
 
 def assert_scores(expected: float, program: str, label: Any, **metadata: Any) -> None:
@@ -279,13 +282,22 @@ def busy_core() -> Iterator[None]:
             loop.wait()
 
 
+def patient(call: Callable[[], T]) -> T:
+    """Repeat a call while the machine is too busy for it, as the reward actor grades such a sample again."""
+    for _ in range(TRIES):
+        with suppress(SandboxError):
+            return call()
+    raise AssertionError(f"too busy {TRIES} times")
+
+
 def test_a_busy_core_changes_no_score() -> None:
-    """The right program needs half of its time, which it gets in three times as long."""
+    """The right program needs a quarter of its time, of which it gets a third, or less beside other tests."""
     right = "import time\nwhile time.process_time() < 0.25: pass\nprint(2 * int(input()))"
     with busy_core():
         for program, score in ((right, 1.0), ("while True: pass", 0.0), ("import time\ntime.sleep(99)", 0.0)):
             if REFUSAL is None:
-                assert code(f"```python\n{program}\n```", DOUBLES, timeout_s=1.0) == score
+                response = f"```python\n{program}\n```"
+                assert patient(partial(code, response, DOUBLES, timeout_s=1.0)) == score
             else:
                 assert ran(program).code == 1
 
@@ -297,7 +309,8 @@ def test_a_slow_program_is_judged_by_the_time_of_all_its_runs() -> None:
     if REFUSAL is not None:
         assert ran(program).code == 1
         return
-    assert [run.code for run in run_inputs(program, [("", 10)] * 3, limit_s=0.75)] == [0, -1]
+    codes = patient(lambda: [run.code for run in run_inputs(program, [("", 10)] * 3, limit_s=0.75)])
+    assert codes == [0, -1]
 
 
 @pytest.mark.parametrize(

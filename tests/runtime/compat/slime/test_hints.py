@@ -150,7 +150,7 @@ def test_a_key_of_another_table_and_a_typo_are_recognised(key: str, said: str) -
         "rollout.timeout_s2",
         "engines.policy.moe_a2a_backend",  # an argument of SGLang: no flag of Megatron's goes there
         "engines.policy.fp8_gemm_backend",
-        "trainer.rank",
+        "trainer.ranks",
     ],
 )
 def test_nothing_is_guessed_where_a_word_differs(key: str) -> None:

@@ -76,7 +76,7 @@ def test_disk_without_a_common_directory_is_refused_where_engines_run() -> None:
     found = refusals(of, n1=facts(of, common_file=""), n2=facts(of, common_file="another"))
     assert found == [
         'node n1: engines.policy.weight_transport = "disk": runs/t is not the directory of node n0 here; use a common '
-        'directory (run.dir), or weight_transport = "collective"'
+        'directory (run.dir), or weight_transport = "http" or "collective"'
     ]
     assert refusals(topology(), n1=facts(topology(), common_file="")) == []
 

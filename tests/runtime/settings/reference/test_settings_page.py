@@ -94,6 +94,7 @@ def test_expert_settings_are_listed_apart() -> None:
     sections = re.findall(r"^### Expert settings$(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert re.findall(r"^\| `([^`]+)` \|", "".join(sections), re.MULTILINE) == [
         *("data.0.max_row_bytes", "bus.work_bytes", "bus.max_payload_bytes", "trainer.export_bucket_bytes"),
+        "trainer.lora.dropout",
         *("trainer.megatron.deallocate_pipeline_outputs", "trainer.ddp.pad_buckets_for_high_nccl_busbw"),
         "trainer.critic.megatron.deallocate_pipeline_outputs",
         *("reward.max_files", "reward.max_processes", "buffer.trim_min_events"),
