@@ -11,7 +11,7 @@ from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.model_support import ignored_keys_refusal
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
-from runtime.models.config import ModelDescription, read_dense_model
+from runtime.models.config import ModelDescription, read_tiny_engine_model
 from runtime.models.directory import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -90,7 +90,7 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
         return
     try:
         if num_tiny_engines(topology):
-            read_dense_model(Path(directory), topology.model.ignore_config_keys)
+            read_tiny_engine_model(Path(directory), topology.model.ignore_config_keys)
         family = families()[policy_model(topology).shape.model_type]
         refusal = ignored_keys_refusal(Path(directory), family)
         if refusal is not None and POLICY in topology.engines and topology.engines[POLICY].kind == "sglang":
@@ -161,7 +161,7 @@ def check_frozen_pools(context: CheckContext) -> Iterator[Problem]:
         try:
             served = ServedModel.read(directory)
             if engine.kind == "tiny" and not engine.urls:
-                read_dense_model(directory)
+                read_tiny_engine_model(directory)
             config = read_json(directory, CONFIG, _Config)
             trained = ServedModel.read(Path(topology.model.hf_checkpoint))
             problem = tokenizer_problem(trained, served)
@@ -190,7 +190,7 @@ def check_chosen_pools(context: CheckContext) -> Iterator[Problem]:
         try:
             served = ServedModel.read(Path(engine.hf_checkpoint))
             if engine.kind == "tiny" and not engine.urls:
-                read_dense_model(Path(engine.hf_checkpoint))
+                read_tiny_engine_model(Path(engine.hf_checkpoint))
             trained = ServedModel.read(Path(topology.model.hf_checkpoint))
             if (message := _exchange_problem(trained, served)) is not None:
                 yield Problem.of(key, engine.hf_checkpoint, message)
@@ -219,7 +219,7 @@ def check_judges(context: CheckContext) -> Iterator[Problem]:
             continue
         try:
             if engine.kind == "tiny":
-                read_dense_model(directory)
+                read_tiny_engine_model(directory)
             has_template = _has_chat_template(directory)
         except (OSError, ValueError, ModelError) as error:
             yield Problem.of(key, engine.hf_checkpoint, str(error))

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
-from runtime.models.config import ModelDescription, ModelError, read_dense_model
+from runtime.models.config import ModelDescription, ModelError, read_tiny_engine_model
 from runtime.models.readers import MAX_CONTEXT
 from runtime.models.safetensors import safetensors_files
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument, since all users can read command lines
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, to prevent a thread pool
     try:
-        description = read_dense_model(flags.model_path, flags.ignore_config_keys)
+        description = read_tiny_engine_model(flags.model_path, flags.ignore_config_keys)
         flags.context_length = _context_length(flags, description)
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)

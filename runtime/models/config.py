@@ -137,22 +137,17 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
     )
 
 
-def read_dense_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescription:
+def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescription:
     """Read a model that the tiny engine can compute, without the ignored keys of its config.json.
 
     Raises:
-        ModelError: as `read_model`, or the model has experts or MLA.
+        ModelError: as `read_model`, or the model has MLA.
     """
     model = read_model(directory, ignored)
     if model.shape.mla is not None:
         raise ModelError(
             f"{directory / CONFIG}: the tiny engine does not support multi-latent attention "
             f'({model.shape.architecture}); use kind = "sglang"'
-        )
-    if model.shape.experts is not None:
-        raise ModelError(
-            f"{directory / CONFIG}: the tiny engine does not support a mixture of experts "
-            f'({model.shape.architecture} with {model.shape.experts.num_experts} experts); use kind = "sglang"'
         )
     return model
 

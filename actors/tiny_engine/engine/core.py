@@ -57,7 +57,7 @@ class Core:
     def _first_weights(self, directory: Path, settings: Settings) -> Weights:
         described = self._model
         if not settings.dummy:
-            return model.load(described.shape, directory, self._dtype)
+            return model.load(described.shape, directory, self._dtype, num_mtp_layers=described.num_mtp_layers)
         std, seed = described.initializer_range, settings.random_seed
         return model.draw(described.shape, seed=seed, std=std, dtype=described.dtype, computed_in=self._dtype)
 
@@ -96,7 +96,7 @@ class Core:
         """
         self._held()
         self._check_same_model(directory)
-        self._weights = model.load(self._model.shape, directory, self._dtype)
+        self._weights = model.load(self._model.shape, directory, self._dtype, num_mtp_layers=self._model.num_mtp_layers)
         self.scheduler.use_weights(self._weights)
         if sum(tensor.nbytes for tensor in self._weights.fused.values()) >= LARGE_BYTES:
             _trim()  # of the weights before

@@ -1,4 +1,4 @@
-"""Weights and forward pass of dense models in plain tensor operations, in float32 or bfloat16.
+"""Weights and forward pass of a model in plain tensor operations, in float32 or bfloat16.
 
 Weights are stored fused, for the forward pass. `Weights.named` holds views of them by Hugging Face name, for
 loading and random initialization.
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.models.blocks import Attention, ModelShape, Weight, norm
+from actors.tiny_engine.model.experts import BIAS, experts_output, stacked
+from runtime.models.blocks import Attention, Experts, Mlp, ModelShape, Weight, norm
 from runtime.models.config import ModelError
 from runtime.models.rope import Rope
 from runtime.models.safetensors import safetensors_files
@@ -37,6 +38,7 @@ class Layer:
     """Weights of one layer, fused, by the names of the trainer. `qk_scale` is derived; see `Weights.settle`."""
 
     attention: Attention
+    mlp: Mlp | Experts
     held: dict[str, Tensor]
     qk_scale: Tensor | None = None  # [H + K, D]: the norms of queries and keys, per head
 
@@ -83,10 +85,24 @@ def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
     """Allocate weights in the dtype to compute in. Their values are undefined until they are loaded or initialized."""
     fused, named = dict[str, Tensor](), dict[str, Tensor]()
 
-    def make(weight: Weight) -> Tensor:
+    def new(name: str, *shape: int, kept: torch.dtype = dtype) -> Tensor:
+        fused[name] = torch.empty(shape, dtype=kept)
+        return fused[name]
+
+    def make(weight: Weight, held: dict[str, Tensor]) -> Tensor:
+        """Allocate a weight, or the stack that it belongs to, as an entry of `held`, and name the parts."""
         (weight,) = config.spelled([weight])
         rows, further = [shape[0] for shape in weight.parts.values()], next(iter(weight.parts.values()))[1:]
-        fused[weight.engine_name] = tensor = torch.empty(sum(rows), *further, dtype=dtype)
+        place, name = stacked(weight), weight.name.lstrip(".")
+        if place is None:
+            kept = torch.float32 if name.endswith(BIAS) else dtype
+            held[name] = tensor = new(weight.engine_name, sum(rows), *further, kept=kept)
+        else:
+            name = place.name.lstrip(".")
+            if name not in held:
+                assert config.experts is not None
+                held[name] = new(place.engine_name, config.experts.num_experts, sum(rows), *further)
+            tensor = held[name][place.number]
         if weight.is_stored_joined:
             named[weight.joined] = tensor
         else:
@@ -94,20 +110,29 @@ def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
         return tensor
 
     vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
-    embedding = make(Weight("", {"model.embed_tokens.weight": vocabulary}))
-    head = embedding if config.tie_word_embeddings else make(Weight("", {"lm_head.weight": vocabulary}))
+    embedding = make(Weight("", {"model.embed_tokens.weight": vocabulary}), {})
+    head = embedding if config.tie_word_embeddings else make(Weight("", {"lm_head.weight": vocabulary}), {})
     layers: list[Layer] = []
     for index, layer in enumerate(config.layers):
-        assert isinstance(layer.attention, Attention)  # read_dense_model refuses others
-        own = layer.weights(hidden)
-        held = {weight.name: make(weight.within("", f"model.layers.{index}")) for weight in own}
-        layers.append(Layer(layer.attention, held))
-    final = make(norm("", hidden, "model.norm"))
+        assert isinstance(layer.attention, Attention)  # read_tiny_engine_model refuses others
+        held = dict[str, Tensor]()
+        for weight in layer.weights(hidden):
+            make(weight.within("", f"model.layers.{index}"), held)
+        layers.append(Layer(layer.attention, layer.mlp, held))
+    final = make(norm("", hidden, "model.norm"), {})
     return Weights(config=config, embedding=embedding, head=head, norm=final, layers=layers, fused=fused, named=named)
 
 
-def load(config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32) -> Weights:
+def load(
+    config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32, *, num_mtp_layers: int = 0
+) -> Weights:
     """Read a safetensors checkpoint into new memory, in the dtype to compute in.
+
+    Args:
+        config: shape of the model.
+        directory: of the checkpoint.
+        dtype: dtype to compute in.
+        num_mtp_layers: number of layers of the files after the last one, which are skipped.
 
     Raises:
         ModelError: a file is missing or damaged, or names, shapes or dtypes do not fit the model.
@@ -117,7 +142,7 @@ def load(config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32
         weights.named["lm_head.weight"] = weights.embedding  # some writers store the tied head a second time
     try:
         for file in safetensors_files(directory):
-            _load_file(weights, file)
+            _load_file(weights, file, num_mtp_layers)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{directory}: {error}") from error
     missing = weights.named.keys() - weights.dtypes.keys()
@@ -129,11 +154,20 @@ def load(config: ModelShape, directory: Path, dtype: torch.dtype = torch.float32
     return weights
 
 
-def _load_file(weights: Weights, file: Path) -> None:
+def layer_of(name: str) -> int:
+    """Layer index in a tensor's name; -1 if there is none."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else -1
+
+
+def _load_file(weights: Weights, file: Path, num_mtp_layers: int) -> None:
+    num_layers = weights.config.num_layers
     with safe_open(file, framework="pt") as source:
         for name in source.keys():  # safe_open has keys(), but is not a mapping
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that older tools wrote
+            if num_layers <= layer_of(name) < num_layers + num_mtp_layers:
+                continue
             if name not in weights.named:
                 raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} does not have")
             tensor = source.get_tensor(name)
@@ -233,9 +267,13 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
         torch.addcmul(normed * cos, other, sin, out=rotated)  # in place: keeps keys next to values
         mixed = attend(index, qkv[..., :heads, :], qkv[..., heads:, :])
         x = x + _normed(_linear(mixed, held, "self_attention.linear_proj"), held, "self_attn_bda", eps)
-        gate_up = _linear(_normed(x, held, "pre_mlp_layernorm", eps), held, "mlp.linear_fc1")
-        gate, up = gate_up.chunk(2, -1)
-        x = x + _normed(_linear(F.silu(gate) * up, held, "mlp.linear_fc2"), held, "mlp_bda", eps)
+        normed = _normed(x, held, "pre_mlp_layernorm", eps)
+        if isinstance(layer.mlp, Experts):
+            added = experts_output(normed, held, layer.mlp)
+        else:
+            gate, up = _linear(normed, held, "mlp.linear_fc1").chunk(2, -1)
+            added = _linear(F.silu(gate) * up, held, "mlp.linear_fc2")
+        x = x + _normed(added, held, "mlp_bda", eps)
     return F.rms_norm(x, x.shape[-1:], weights.norm, eps)
 
 

@@ -7,7 +7,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from actors.tiny_engine.model.forward import Weights
+from actors.tiny_engine.model.forward import Weights, layer_of
 
 FUSED: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -104,16 +104,10 @@ def _room(weights: Weights, name: str) -> Tensor | None:
     room = weights.named.get(name)
     if room is None:
         if (
-            _layer(name) < weights.config.num_layers
+            layer_of(name) < weights.config.num_layers
             and any(part in name for part in FUSED)
             and not name.endswith(".bias")
         ):
             raise ValueError(f"{name}: this {weights.config.architecture} has no such tensor")
         log.warning("tensor_unknown", name=name)
     return room
-
-
-def _layer(name: str) -> int:
-    """Layer index in a tensor's name; -1 if there is none."""
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else -1

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from runtime.models.config import read_dense_model
+from runtime.models.config import read_tiny_engine_model
 from runtime.models.directory import ModelError
 from runtime.util.files import atomic_directory
 
@@ -55,7 +55,7 @@ def import_gguf(file: Path, out: Path, dtype: str) -> Imported:
     try:
         with atomic_directory(out) as unfinished:
             architecture, num_parameters = _write(file, unfinished, dtype)
-            read_dense_model(unfinished)
+            read_tiny_engine_model(unfinished)
     except ModelError as error:
         raise CannotImport(f"{file}: its model is not trained here: {error}") from error
     return Imported(architecture, num_parameters, types)

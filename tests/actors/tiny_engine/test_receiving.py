@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.tiny_engine.model.forward import Weights, draw
 from actors.tiny_engine.model.payloads import named_of
 from actors.tiny_engine.model.receiving import flat_room, rooms, write
-from runtime.models.config import read_dense_model
+from runtime.models.config import read_tiny_engine_model
 from tests.support.tiny_engine import write_config
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -23,7 +23,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 def weights_of(directory: Path, **changes: Any) -> Weights:
     write_config(directory, **changes)
-    return draw(read_dense_model(directory).shape, seed=1, std=0.1, dtype="float32")
+    return draw(read_tiny_engine_model(directory).shape, seed=1, std=0.1, dtype="float32")
 
 
 def payload(value: object) -> str:

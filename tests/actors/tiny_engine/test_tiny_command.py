@@ -56,14 +56,6 @@ def test_a_model_it_cannot_compute_is_refused(tmp_path: Path, changes: dict[str,
     assert message in refused("--model-path", str(tmp_path), "--port", "0", *DUMMY)
 
 
-def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
-    write_config(
-        tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2
-    )
-    line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the tiny engine does not support a mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
-
-
 def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
     write_config(
         tmp_path, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", head_dim=None,

@@ -12,7 +12,20 @@ from actors.tiny_engine.engine.scheduler import Scheduler
 from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import read_model
-from tests.support.tiny_models import LLAMA, LLAMA3_ROPE, QWEN2, QWEN3, teacher_forced, write_model, write_weights
+from runtime.models.family import families
+from runtime.models.readers import LatentKeys
+from tests.actors.trainer.hf import write_model as write_family
+from tests.actors.trainer.hf import write_mtp_model
+from tests.support.tiny_models import (
+    LLAMA,
+    LLAMA3_ROPE,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    teacher_forced,
+    write_model,
+    write_weights,
+)
 
 ATOL = 1e-5  # nats
 PROMPTS = [[3, 4, 5], [60, 2, 33, 9, 9, 17, 21], [8], [40, 41, 42, 43, 44]]
@@ -29,8 +42,13 @@ MODELS = {
     "qwen2_windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3_window": QWEN3 | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     "llama_one_kv_head": LLAMA | {"num_key_value_heads": 1},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_tied": QWEN3_MOE | {"tie_word_embeddings": True, "norm_topk_prob": False, "mlp_only_layers": [0]},
     "llama_all_kv_heads": LLAMA | {"num_key_value_heads": 4},
 }
+
+
+SERVED = [kind for kind, family in families().items() if not issubclass(family.attention, LatentKeys)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +72,29 @@ def test_log_probs_equal_a_teacher_forced_forward(name: str, tmp_path: Path) -> 
     run_out(scheduler)
     for request in requests:
         assert_teacher_forced(tmp_path, request)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_each_family_that_it_serves_equals_transformers(kind: str, tmp_path: Path) -> None:
+    """Norms, biases and the expert biases have noise. The last two requests have one prompt, computed once."""
+    with torch.inference_mode(mode=False):
+        write_family(tmp_path, kind, noise=0.2)
+    scheduler = scheduler_of(tmp_path, num_slots=3)
+    prompts = [[3, 4, 5], [8], [30, 2, 9, 9, 17, 21], [30, 2, 9, 9, 17, 21]]
+    requests = [request_of(str(index), prompt, limit=9 + 5 * index) for index, prompt in enumerate(prompts)]
+    scheduler.submit(requests)
+    run_out(scheduler)
+    for request in requests:
+        assert_teacher_forced(tmp_path, request)
+
+
+def test_mtp_layers_of_the_files_are_skipped(tmp_path: Path) -> None:
+    with torch.inference_mode(mode=False):
+        write_mtp_model(tmp_path)
+    scheduler, request = scheduler_of(tmp_path), request_of("a", [5, 6, 7], limit=6)
+    scheduler.submit([request])
+    run_out(scheduler)
+    assert_teacher_forced(tmp_path, request)
 
 
 def test_sequences_that_outgrow_their_slots_keep_their_keys(qwen3: Path) -> None:
@@ -231,6 +272,16 @@ def test_drawn_weights_are_the_same_numbers_in_each_dtype(qwen3: Path) -> None:
         torch.testing.assert_close(tensor.float(), single[name], atol=0, rtol=0)
 
 
+def test_expert_biases_are_float32_in_each_dtype(tmp_path: Path) -> None:
+    with torch.inference_mode(mode=False):
+        write_family(tmp_path, "glm4_moe")
+    shape = read_model(tmp_path).shape
+    single, half = (model.load(shape, tmp_path, dtype).named for dtype in (torch.float32, torch.bfloat16))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert half["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(half[name], single[name], atol=0, rtol=0)
+
+
 def test_drawn_weights_depend_on_the_seed_alone(qwen3: Path) -> None:
     shape = read_model(qwen3).shape
     first, again, other = (model.draw(shape, seed=seed, std=0.02, dtype="bfloat16").checksums() for seed in (1, 1, 2))
@@ -245,7 +296,8 @@ def scheduler_of(
     max_total_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Scheduler:
-    weights = model.load(read_model(directory).shape, directory, dtype)
+    described = read_model(directory)
+    weights = model.load(described.shape, directory, dtype, num_mtp_layers=described.num_mtp_layers)
     return Scheduler(
         KvSlots(weights, num_slots=num_slots, context_length=512), version=version, max_total_tokens=max_total_tokens
     )

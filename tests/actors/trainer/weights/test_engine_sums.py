@@ -31,7 +31,7 @@ from runtime.models.config import read_model
 from tests.actors.trainer.tiny import TINY, config_of
 from tests.build.topology import topology_with
 from tests.support.tiny_engine import write_config
-from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, write_model
+from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, QWEN3_MOE, write_model
 
 TINY_ENGINE = Layout(is_padded=False)
 LAYER = "model.layers.12."
@@ -168,8 +168,8 @@ def test_what_cannot_be_predicted_says_why(config: dict[str, Any], layout: Layou
 
 @pytest.mark.parametrize(
     "changes",
-    [QWEN3, QWEN3 | ODD, QWEN2 | {"tie_word_embeddings": True}, LLAMA],
-    ids=["qwen3", "odd sizes", "biases and a tied head", "llama"],
+    [QWEN3, QWEN3 | ODD, QWEN2 | {"tie_word_embeddings": True}, LLAMA, QWEN3_MOE],
+    ids=["qwen3", "odd sizes", "biases and a tied head", "llama", "experts"],
 )
 def test_the_tiny_engine_reports_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path, **changes)

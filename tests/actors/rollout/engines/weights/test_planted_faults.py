@@ -92,9 +92,12 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    directory: Path = tmp_path_factory.mktemp("run")
-    model, dtype = directory / "model", str(request.param)
-    write_model(model, "qwen3", noise=NOISE)
+    return trained("qwen3", str(request.param), tmp_path_factory.mktemp("run"))
+
+
+def trained(kind: str, dtype: str, directory: Path) -> Run:
+    model = directory / "model"
+    write_model(model, kind, noise=NOISE)
     write_tokenizer(model)
     ranks.leave()
     topology = trainer_topology(
@@ -180,6 +183,25 @@ async def test_sums_find_what_changed_on_the_way_to_the_first_engine(
 async def test_sums_find_a_stale_version_at_the_first_engine(client: SglangClient, url: str, run: Run) -> None:
     with pytest.raises(WeightsMismatch, match="tensors differ from the trainer's sums"):
         await verified(client, url, run, announced(run.now, path=str(run.before.path)))
+
+
+async def test_an_engine_with_experts_is_compared_with_the_sums_of_both_versions(
+    client: SglangClient, tmp_path: Path
+) -> None:
+    run = trained("qwen3_moe", "float32", tmp_path)
+    expert = f"{LAYER}mlp.experts.3.down_proj.weight"
+
+    def change(tensors: Tensors) -> None:
+        tensors[expert][0, 0] *= 1.01
+
+    path = altered(run.now, change, tmp_path / "v3")
+    with engine_of(run) as url:
+        for version in (run.before, run.now):
+            assert version.sums is not None
+            await verified(client, url, run, announced(version))
+            assert (await client.checksums(url)).per_engine_checksum == version.sums.checksum
+        with pytest.raises(WeightsMismatch, match=rf"1 of its \d+ tensors differ .* {LAYER}mlp.experts.w2_weight$"):
+            await verified(client, url, run, announced(run.now, path=str(path)))
 
 
 @pytest.mark.usefixtures("right_after")
