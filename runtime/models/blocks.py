@@ -27,6 +27,13 @@ class Weight(msgspec.Struct, frozen=True):
     groups: int = 1
     joined: str = ""  # name of the parts together in engines; empty: that of the only part
     is_stored_joined: bool = False  # the files have one tensor of that name: all rows of each part, part after part
+    place: tuple[int, int] | None = None  # the files stack such tensors, transposed: its number, and how many there are
+    is_alternating: bool = False  # in such a stack the rows of both halves alternate
+
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        """Yield the shape of this tensor's share of each part."""
+        yield from (shape if self.place is None else shape[1:] for shape in self.parts.values())
 
     @property
     def engine_name(self) -> str:
@@ -51,7 +58,7 @@ class Weight(msgspec.Struct, frozen=True):
         """Prefix the names with those of the module that has the tensor."""
         parts = {f"{of_files}.{part}": shape for part, shape in self.parts.items()}
         joined = f"{of_files}.{self.joined}" if self.joined else ""
-        return Weight(f"{name}.{self.name}", parts, self.groups, joined, self.is_stored_joined)
+        return msgspec.structs.replace(self, name=f"{name}.{self.name}", parts=parts, joined=joined)
 
     def renamed(self, names: Mapping[str, str]) -> "Weight":
         """Replace pieces of the names in the files, each a whole number of words between dots."""
@@ -106,6 +113,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # an RMSNorm of each head's query and key
+    has_sinks: bool = False  # each head has a score that takes a share of each query's softmax
     window: int | None = None  # number of keys that a query sees, its own among them; None: all up to its own
 
     def products(self, length: int) -> float:
@@ -125,6 +133,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         if self.head_norms:
             yield norm("q_layernorm", self.head_dim, "q_norm")
             yield norm("k_layernorm", self.head_dim, "k_norm")
+        if self.has_sinks:
+            yield Weight("core_attention.sinks", {"sinks": (self.heads,)})
         yield from linear("linear_proj", "o_proj", hidden, query, bias=self.output_bias)
 
 
@@ -194,6 +204,16 @@ class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         yield from linear("linear_fc2", "down_proj", hidden, self.size, bias=self.bias)
 
 
+class Clamped(msgspec.Struct, frozen=True, kw_only=True):
+    """A gated unit in the place of SwiGLU: `gate * sigmoid(gain * gate) * (up + 1)`.
+
+    The gate is at most `limit`, and `up` between `-limit` and `limit`. Every projection, and the router, has a bias.
+    """
+
+    gain: float
+    limit: float
+
+
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Mixture of experts (MoE), and how the router chooses and weights them."""
 
@@ -208,6 +228,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     has_shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
     num_groups: int | None = None  # expert groups; None: a token's experts are chosen among all
     num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
+    clamped: Clamped | None = None  # None: SwiGLU without biases
+    router: str = "gate"  # its name in the files
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield nothing: `check_layout` knows which ranks share out experts."""
@@ -215,16 +237,31 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the tensors."""
-        yield Weight("router.weight", {"gate.weight": (self.num_experts, hidden)})
+        yield from linear("router", self.router, self.num_experts, hidden, bias=self.clamped is not None)
         if self.has_bias:
             yield Weight("router.expert_bias", {"gate.e_score_correction_bias": (self.num_experts,)})
         for number in range(self.num_experts):
+            if self.clamped is not None:
+                yield from self._stacked(number, hidden)
+                continue
             own = Mlp(size=self.size).weights(hidden)
             yield from within(own, f"experts.local_experts.{number}", f"experts.{number}")
         if self.shared_size:
             yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
         if self.has_shared_gate:
             yield Weight("shared_experts.gate_weight", {"shared_expert_gate.weight": (1, hidden)})
+
+    def _stacked(self, number: int, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors of an expert that lie in those of all experts."""
+        sizes = {"linear_fc1": ("gate_up_proj", hidden, 2 * self.size), "linear_fc2": ("down_proj", self.size, hidden)}
+        for name, (part, columns, rows) in sizes.items():
+            for kind, ending, shape in (("weight", "", (columns, rows)), ("bias", "_bias", (rows,))):
+                yield Weight(
+                    f"experts.local_experts.{number}.{name}.{kind}",
+                    {f"experts.{part}{ending}": (self.num_experts, *shape)},
+                    place=(number, self.num_experts),
+                    is_alternating=name == "linear_fc1",
+                )
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,7 +292,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     def weights_of_a_token(self, hidden: int, *, matrices_only: bool = True) -> int:
         """Count the weights that each token is multiplied with; it passes only the experts chosen for it."""
-        shapes = (shape for weight in self.weights(hidden) for shape in weight.parts.values())
+        shapes = (shape for weight in self.weights(hidden) for shape in weight.shapes)
         met = sum(math.prod(shape) for shape in shapes if len(shape) == 2 or not matrices_only)
         if isinstance(self.mlp, Experts):
             met -= (self.mlp.num_experts - self.mlp.num_experts_per_tok) * 3 * self.mlp.size * hidden

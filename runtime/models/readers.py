@@ -68,11 +68,15 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
             Unsupported: a key is unsupported; the text names it.
         """
         problems = Problems(self.problems())
-        rope = problems.of(lambda: read_rope(self, share=self.rope_share, stretching=self.rope_type))
+        rope = problems.of(lambda: self.rope())
         if rope is None or problems:
             raise Unsupported(problems)
         block = self.block(msgspec.structs.replace(rope, is_interleaved=self.is_interleaved))
         return tuple(self.of_layer(block, index) for index in range(self.num_hidden_layers))
+
+    def rope(self) -> Rope:
+        """Read the rotary embedding."""
+        return read_rope(self, share=self.rope_share, stretching=self.rope_type)
 
     def of_layer(self, block: Any, index: int) -> Any:
         """Return the block of one layer, given that of all layers."""
@@ -180,6 +184,10 @@ class LatentKeys(AttentionKeys, frozen=True, kw_only=True):
     qk_head_dim: int | None = None  # sum of the two previous sizes, which transformers writes
     v_head_dim: int = 128
     rope_interleave: bool = True
+
+    def rope(self) -> Rope:
+        """Read the rotary embedding."""
+        return read_rope(self, share=self.rope_share, stretching=self.rope_type, of_heads=False)
 
     def block(self, rope: Rope) -> Mla:
         """Return the block of a layer."""

@@ -13,6 +13,7 @@ _OF_YARN: Final = (
     "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast beta_slow "
     "mscale mscale_all_dim"
 ).split()
+_OF_HEADS: Final = ("truncate", "attention_factor")  # further keys, which models with latents do not have
 
 
 class RopeKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,33 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    is_truncated: bool = True  # the bounds between scaled and other frequencies are whole numbers
+    attention_factor: float | None = None  # of rotated queries and keys; None: it follows from the factor
+
+    def mscale_of(self, mscale: float) -> float:
+        """Return the growth of attention with the factor."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def stretched(self, frequencies: Sequence[float], theta: float) -> list[float]:
+        """Divide low frequencies by the factor, keep high ones, interpolate between.
+
+        Source:
+            transformers, modeling_rope_utils._compute_yarn_parameters.
+        """
+        size = 2 * len(frequencies)
+        low, high = (
+            size * math.log(self.original_max_position_embeddings / (beta * 2 * math.pi)) / (2 * math.log(theta))
+            for beta in (self.beta_fast, self.beta_slow)
+        )
+        if self.is_truncated:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        width = high - low or 0.001
+        shares = [min(max((index - low) / width, 0.0), 1.0) for index in range(len(frequencies))]
+        return [
+            frequency * (share / self.factor + 1.0 - share)
+            for frequency, share in zip(frequencies, shares, strict=True)
+        ]
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -47,7 +75,27 @@ class Rope(msgspec.Struct, frozen=True):
     yarn: Yarn | None = None  # of rope_type "yarn"
     is_interleaved: bool = False  # neighbouring coordinates are rotated, not those of both halves
 
-    def stretched(self, frequency: float) -> float:
+    @property
+    def is_stretched(self) -> bool:
+        """Whether frequencies are scaled."""
+        return self.factor != 1.0 or self.yarn is not None
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and of rotated keys, whose heads are projected directly."""
+        if self.yarn is None:
+            return 1.0
+        if self.yarn.attention_factor is not None:
+            return self.yarn.attention_factor
+        return self.yarn.mscale_of(self.yarn.mscale) / self.yarn.mscale_of(self.yarn.mscale_all_dim)
+
+    def stretched(self, frequencies: Sequence[float]) -> list[float]:
+        """Scale the frequencies of a head's planes."""
+        if self.yarn is not None:
+            return self.yarn.stretched(frequencies, self.theta)
+        return [self._stretched(frequency) for frequency in frequencies]
+
+    def _stretched(self, frequency: float) -> float:
         """Scale as rope_type "llama3": stretch long wavelengths by `factor`, keep short ones, interpolate between.
 
         Source:
@@ -61,13 +109,14 @@ class Rope(msgspec.Struct, frozen=True):
         return frequency * (smooth + (1.0 - smooth) / self.factor)
 
 
-def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Rope:
+def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3", of_heads: bool = True) -> Rope:
     """Read RoPE parameters as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
 
     Args:
         keys: of config.json.
         share: default share of a head that models of this architecture rotate.
         stretching: the only rope_type besides "default" that is supported for this architecture.
+        of_heads: heads are projected directly, and rotated as a whole.
 
     Raises:
         ValueError: a key is unsupported; the text names it.
@@ -84,14 +133,20 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Ro
         share = problems.of(lambda: _number({"partial_rotary_factor": given}, "partial_rotary_factor")) or share
     kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
     kind = next((kind for kind in kinds if kind != "default"), "default")
-    rope = problems.of(lambda: _scaled(kind, kinds, theta, parameters, share=share, stretching=stretching))
+    rope = problems.of(lambda: _scaled(kind, kinds, theta, parameters, share, stretching, of_heads))
     if rope is None or problems:
         raise Unsupported(problems)
     return rope
 
 
 def _scaled(
-    kind: str, kinds: Sequence[str], theta: float, parameters: Mapping[str, Any], *, share: float, stretching: str
+    kind: str,
+    kinds: Sequence[str],
+    theta: float,
+    parameters: Mapping[str, Any],
+    share: float,
+    stretching: str,
+    of_heads: bool,
 ) -> Rope:
     if kind == "default":
         return Rope(theta=theta, share=share)
@@ -102,7 +157,7 @@ def _scaled(
             f"rope_type is {kinds[0]!r} in rope_scaling and {kinds[1]!r} in rope_parameters: they must be equal"
         )
     try:
-        return _yarn(theta, parameters) if kind == "yarn" else _llama3(theta, parameters)
+        return _yarn(theta, parameters, of_heads) if kind == "yarn" else _llama3(theta, parameters)
     except KeyError as error:
         raise ValueError(f"rope_type {kind!r} lacks {error}") from error
 
@@ -135,9 +190,10 @@ def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
     )
 
 
-def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
+def _yarn(theta: float, parameters: Mapping[str, Any], of_heads: bool) -> Rope:
     """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and yarn_apply_mscale do."""
-    if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
+    known = (*_OF_YARN, *_OF_HEADS) if of_heads else _OF_YARN
+    if other := [key for key, value in parameters.items() if key not in known and value is not None]:
         raise ValueError(f"{other[0]} of rope_type 'yarn' is not supported: it may change what the model computes")
     mscale, all_dim = (_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
@@ -149,6 +205,8 @@ def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
         beta_slow=_number(parameters, "beta_slow", 1.0),
         mscale=mscale if all_dim else 1.0,  # has no effect alone
         mscale_all_dim=all_dim,
+        is_truncated=parameters.get("truncate") is not False,
+        attention_factor=_number(parameters, "attention_factor", 0.0) or None,
     )
     if not yarn.factor >= 1.0 or yarn.original_max_position_embeddings < 1:
         raise ValueError("factor of rope_type 'yarn' is below 1, or original_max_position_embeddings is not positive")

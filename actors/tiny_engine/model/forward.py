@@ -215,10 +215,10 @@ def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
     rotated = int(head_dim * rope.share)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / rope.theta**exponents
-    if rope.factor != 1.0:
-        frequencies = torch.tensor([rope.stretched(frequency) for frequency in frequencies.tolist()])
+    if rope.is_stretched:
+        frequencies = torch.tensor(rope.stretched(frequencies.tolist()))
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
     if rope.is_interleaved:
         table = torch.stack((cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)), 1)
     else:

@@ -98,7 +98,7 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     )
     if model.has_value_head and built.post_process:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
-    if rope.factor != 1.0:
+    if rope.is_stretched and model.mla is None:
         _stretch(built.rotary_pos_emb, rope)
     built.to(torch.cuda.current_device(), config.params_dtype)  # Megatron makes a gate of experts on the CPU
     for _, bias in expert_biases(built):
@@ -114,8 +114,8 @@ def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
 
 
 def _stretch(embedding: Any, rope: Rope) -> None:
-    """Set the frequencies of rope_type "llama3". Megatron's own option fixes all its parameters but one."""
-    frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
+    """Set scaled frequencies. Megatron's own options fix some of their parameters."""
+    frequencies = rope.stretched(embedding.inv_freq.tolist())
     embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
@@ -130,7 +130,7 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         layer = spec.submodules
         attention = layer.self_attention.submodules
         _set_norms(layer, of_model.norms, config)
-        values = {"window": of_model.attention.window} if isinstance(of_model.attention, Attention) else {}
+        values = _core_values(of_model.attention) if isinstance(of_model.attention, Attention) else {}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = Router
@@ -153,6 +153,16 @@ def _set_norms(layer: Any, norms: Norms, config: Any) -> None:
         layer.self_attn_bda = ModuleSpec(module=AddNormed, params=options)
     if norms.after_mlp:
         layer.mlp_bda = ModuleSpec(module=AddNormed, params=options)
+
+
+def _core_values(attention: Attention) -> dict[str, Any]:
+    """Return the values that Megatron does not pass to the attention of a layer.
+
+    Queries and keys are rotated as a whole, so that a factor of both is one of their products.
+    """
+    amplitude = attention.rope.amplitude
+    scale = None if amplitude == 1.0 else attention.head_dim**-0.5 * amplitude**2
+    return {"window": attention.window, "has_sinks": attention.has_sinks, "scale": scale}
 
 
 def _mtp_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:

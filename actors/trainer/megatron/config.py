@@ -1,6 +1,7 @@
 """Megatron's configs: the TransformerConfig for a Hugging Face config, and the OptimizerConfig."""
 
 import math
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,8 +38,6 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -46,6 +45,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bf16=dtype is torch.bfloat16,
         **_named(layout),
         **_experts(model),
+        **_activation(model),
         **(_mla(attention) if isinstance(attention, Mla) else _heads(attention)),
         calculate_per_token_loss=True,  # the loss function returns a sum and its divisor, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
@@ -53,7 +53,6 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=True,  # uses the functions of layers/fused.py
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_comm=False,
@@ -67,6 +66,23 @@ def _heads(attention: Attention) -> dict[str, Any]:
         "qk_layernorm": attention.head_norms,
         "rotary_interleaved": attention.rope.is_interleaved,
     }
+
+
+def _activation(model: HfConfig) -> dict[str, Any]:
+    clamped = None if model.experts is None else model.experts.clamped
+    if clamped is None:
+        return {"add_bias_linear": False, "activation_func": F.silu, "bias_activation_fusion": True}  # layers/fused.py
+    return {
+        "add_bias_linear": True,
+        "activation_func": partial(_sigmoid_unit, gain=clamped.gain),
+        "activation_func_clamp_value": clamped.limit,
+        "glu_linear_offset": 1.0,
+        "bias_activation_fusion": False,
+    }
+
+
+def _sigmoid_unit(gate: torch.Tensor, *, gain: float) -> torch.Tensor:
+    return gate * torch.sigmoid(gate * gain)
 
 
 def _experts(model: HfConfig) -> dict[str, Any]:
@@ -106,6 +122,8 @@ def _mla(mla: Mla) -> dict[str, Any]:
     if rope.yarn is None:
         return named
     stretched = msgspec.structs.asdict(rope.yarn)
+    for of_heads in ("is_truncated", "attention_factor"):
+        del stretched[of_heads]
     return named | {"rope_type": "yarn", "rotary_scaling_factor": stretched.pop("factor"), **stretched}
 
 

@@ -65,8 +65,9 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None, ignored: 
 def _untrained_biases(shape: ModelShape) -> dict[str, bool]:
     """Return the biases that the trainer does not have, by key of config.json."""
     attention, mlps = shape.attention, [layer.mlp for layer in shape.layers]
+    has_all_biases = shape.experts is not None and shape.experts.clamped is not None
     return {
-        "attention_bias": isinstance(attention, Attention) and attention.output_bias,
+        "attention_bias": isinstance(attention, Attention) and attention.output_bias and not has_all_biases,
         "mlp_bias": any(isinstance(mlp, Mlp) and mlp.bias for mlp in mlps),
     }
 

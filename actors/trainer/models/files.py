@@ -84,7 +84,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
         shape = shapes[name]
         if name.endswith("bias"):
             return torch.zeros(shape)
-        if len(shape) == 1:
+        if name.endswith("norm.weight"):
             return torch.ones(shape)
         return _normal(shape, seed, name) * model.initializer_range
 

@@ -19,11 +19,14 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     Args:
         name: of the trainer's tensor.
         model: configuration of the model.
-        source: tensors by Hugging Face name: full, or the equal shards of a tensor-parallel rank.
+        source: tensors by Hugging Face name: full, or the equal shards of a tensor-parallel rank; of a stack of
+            experts all, or this one.
         parts: number of shards of the rows.
     """
     weight = weights_of(model)[name]
     projections = [source(part) for part in weight.parts]
+    if weight.place is not None:
+        return _of_stack(projections[0], *weight.place, is_alternating=weight.is_alternating)
     if len(projections) == 1:
         return projections[0]
     groups = max(weight.groups // parts, 1)
@@ -33,6 +36,8 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
 def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -> list[tuple[str, Tensor]]:
     """Split a tensor of the trainer into those of the files, by name: the inverse of `joined_for_megatron`.
 
+    What belongs into a stack of experts has its number behind the name: `NAME[3]`.
+
     Args:
         name: of the trainer's tensor.
         model: configuration of the model.
@@ -40,6 +45,9 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
         parts: number of shards of the rows.
     """
     weight = weights_of(model)[name]
+    if weight.place is not None:
+        (only,) = weight.parts
+        return [(f"{only}[{weight.place[0]}]", _for_stack(whole, is_alternating=weight.is_alternating))]
     if len(weight.parts) == 1:
         (only,) = weight.parts
         return [(hf_name, whole) for hf_name in (only, *copies_of(only, model))]
@@ -49,3 +57,17 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
     if weight.is_stored_joined and parts == 1:
         return [(weight.joined, torch.cat(split))]
     return [*zip(weight.parts, split, strict=True)]
+
+
+def _of_stack(stored: Tensor, number: int, count: int, *, is_alternating: bool) -> Tensor:
+    """Return an expert's tensor of a stack [experts, in, out] or [experts, out], or of this expert alone."""
+    own = stored[number if len(stored) == count else 0]
+    rows = own.t() if own.dim() == 2 else own
+    return torch.cat([rows[::2], rows[1::2]]) if is_alternating else rows
+
+
+def _for_stack(rows: Tensor, *, is_alternating: bool) -> Tensor:
+    """Lay out an expert's tensor as a stack has it: the inverse of `_of_stack`."""
+    if is_alternating:
+        rows = torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+    return rows.t().contiguous() if rows.dim() == 2 else rows

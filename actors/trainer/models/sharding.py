@@ -87,6 +87,8 @@ def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard
     weight, parts = weights_of(model)[name], 1 if cut is None else cut.count
 
     def read(part: str) -> Tensor:
+        if weight.place is not None:  # Megatron-core does not share out such an expert
+            return source(part, TensorShard(0, *weight.place))
         if not weight.is_stored_joined:
             return source(part, cut)
         rows = weight.rows_of(part)

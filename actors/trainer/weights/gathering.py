@@ -86,7 +86,24 @@ def stage_group() -> Any:
 def whole_entries(parts: Iterable[Part], model: HfConfig) -> list[Entry]:
     """List the entries of all tensors that `whole_tensors` yields, without communication."""
     shapes = hf_shapes(model)
-    return [entry for part in parts for entry in _entries(part, model, shapes)]
+    entries = ((entry, None) for part in parts for entry in _entries(part, model, shapes))
+    return [entry for entry, _ in _stacked(entries, model)]
+
+
+def _stacked(tensors: Iterable[tuple[Entry, Tensor | None]], model: HfConfig) -> Iterator[tuple[Entry, Tensor | None]]:
+    """Join the tensors of all experts that the files hold as one, `NAME[3]`, once the last has come."""
+    waiting: dict[str, dict[int, tuple[Entry, Tensor | None]]] = {}
+    for entry, tensor in tensors:
+        name, bracket, number = entry.name.removesuffix("]").partition("[")
+        if not bracket or model.experts is None:
+            yield entry, tensor
+            continue
+        found = waiting.setdefault(name, {})
+        found[int(number)] = entry, tensor
+        if len(found) == model.experts.num_experts:
+            own = [tensor for _, (_, tensor) in sorted(waiting.pop(name).items()) if tensor is not None]
+            shape, size = (len(found), *entry.shape), len(found) * entry.size_bytes
+            yield Entry(name, entry.dtype, shape, size), torch.stack(own) if own else None
 
 
 def _entries(part: Part, model: HfConfig, shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
@@ -112,8 +129,8 @@ def whole_tensors(
         device: device of this rank; the parts may be on another one.
     """
     first, shapes = first_rank(), hf_shapes(model)
-    for part in parts:
-        yield from _wholes(part, _entries(part, model, shapes), model, first, device)
+    wholes = (whole for part in parts for whole in _wholes(part, _entries(part, model, shapes), model, first, device))
+    yield from _stacked(wholes, model)
 
 
 def _wholes(
@@ -135,7 +152,7 @@ def _wholes(
 def _joined(name: str, part: Part, own: Tensor, model: HfConfig) -> Iterator[Tensor]:
     """Yield the full tensors of one name, joined from its stacked shards."""
     split = [split_for_hf(name, model, piece, parts=part.num_parts) for piece in own]
-    if part.dim == 0 and len(split[0]) == 1:
+    if part.dim == 0 and len(split[0]) == 1 and part.num_parts > 1:
         yield own.flatten(0, 1)
         return
     if part.num_parts > 1 and weights_of(model)[name].is_stored_joined:

@@ -49,9 +49,8 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
         del settings["head_dim"]
     if "qk_rope_head_dim" in settings:
         settings |= {"head_dim": settings["qk_rope_head_dim"], "num_key_value_heads": settings["num_attention_heads"]}
-    config = config_type(
-        **settings | {"tie_word_embeddings": tied, "attn_implementation": "sdpa", "pad_token_id": None}
-    )
+    config = config_type(**settings | {"tie_word_embeddings": tied, "pad_token_id": None})
+    config._attn_implementation = "sdpa" if model_type._supports_sdpa else "eager"  # sinks have no other kernel
     torch.manual_seed(7)
     model = model_type(config).float().eval()
     with torch.no_grad():

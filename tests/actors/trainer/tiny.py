@@ -65,6 +65,20 @@ OF_KIND: dict[str, dict[str, Any]] = {  # keys of each family, with values that 
     },
     "deepseek_v3": {**LATENTS, **SIGMOIDS, "n_group": 2, "topk_group": 1},
 }
+OF_KIND["gpt_oss"] = {
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 6,
+    "sliding_window": 5,
+    "swiglu_alpha": 1.3,
+    "swiglu_limit": 0.8,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

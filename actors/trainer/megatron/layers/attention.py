@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
-from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
+from actors.trainer.megatron.imports import (
+    MLASelfAttention,
+    make_sharded_tensors_for_checkpoint,
+    parallel_state,
+    set_tensor_model_parallel_attributes,
+)
 from actors.trainer.megatron.layers.blockwise import Plan, Row, blockwise
 from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, Units, own_context
 
@@ -46,8 +51,10 @@ class CoreAttention(nn.Module):
     Keys and values may have fewer heads, and values another size than queries and keys. Padded batches need no padding
     mask: padding is on the right and carries no loss. On the CPU, packed batches, windows and parts of sequences are
     computed in blocks. On a GPU, packed batches use torch's variable-length kernel in bfloat16 or float16; in float32,
-    and for windows of padded batches, they have a dense mask with cost t * t, meant for tests. With context
-    parallelism each rank has its part of the queries, and gathers all keys and values.
+    with sinks, and for windows of padded batches, they have a dense mask with cost t * t, meant for tests. With
+    context parallelism each rank has its part of the queries, and gathers all keys and values.
+
+    The only parameter is `sinks`, [heads of this rank]: a score that takes a share of each query's softmax.
     """
 
     def __init__(
@@ -64,9 +71,17 @@ class CoreAttention(nn.Module):
         v_channels: int | None = None,
         *,
         window: int | None = None,
+        has_sinks: bool = False,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
-        self._scale = softmax_scale
+        self._scale = softmax_scale if scale is None else scale
+        self.sinks: nn.Parameter | None = None
+        if has_sinks:
+            heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
         self._window = window  # keys that a query sees, its own among them
 
     def forward(
@@ -85,7 +100,7 @@ class CoreAttention(nn.Module):
         row: PackedRow = packed_seq_params
         if row.order is not None:
             key, value = _gathered(key, value, row.order)
-        if _has_kernel(query):
+        if _has_kernel(query) and self.sinks is None:
             if row.order is not None:
                 return self._halves(query, key, value, row).flatten(1)
             return self._varlen(query, key, value, row.stretches[0]).flatten(1)
@@ -94,7 +109,9 @@ class CoreAttention(nn.Module):
         if self._window is None and row.units is not None:
             return _by_unit(query, key, value, row.units, self._scale).flatten(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
-        return blockwise(query, key, value, row.plan(self._window), self._scale)[0].transpose(0, 1).flatten(1)
+        return (
+            blockwise(query, key, value, row.plan(self._window), self._scale, self.sinks)[0].transpose(0, 1).flatten(1)
+        )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = own_context()
@@ -102,13 +119,14 @@ class CoreAttention(nn.Module):
         window = None if self._window is None or self._window >= whole else self._window
         if context.size > 1:
             key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
-        if query.is_cuda and window is not None:
+        is_plain = window is None and self.sinks is None
+        if query.is_cuda and not is_plain:
             return self._masked(query, key, value, _padded_row(whole, context).mask(window).to(query.device))
         if query.is_cuda and context.size > 1:
             return self._padded_part(query, key, value, context)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
-        if window is not None or context.size > 1:
-            attended = blockwise(query, key, value, _padded_plan(whole, context, window), self._scale)
+        if context.size > 1 or not is_plain:
+            attended = blockwise(query, key, value, _padded_plan(whole, context, window), self._scale, self.sinks)
         elif query.size(2) <= SHORT and not query.is_cuda:
             attended = _short(query, key, value, self._scale)
         else:
@@ -162,8 +180,29 @@ class CoreAttention(nn.Module):
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         grouped = key.size(2) != query.size(2)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
-        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
+        if self.sinks is None:
+            attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
+        else:
+            attended = _with_sinks(query, key, value, mask, self._scale, self.sinks)
         return attended.permute(2, 0, 1, 3)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Describe the tensors of a checkpoint: tensor-parallel ranks have the sinks of their heads."""
+        del metadata
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
+    """Compute attention of [b, heads, s, d] with a mask directly; the sinks are scores of a key without a value."""
+    sharing = query.size(1) // key.size(1)
+    key, value = (each.repeat_interleave(sharing, 1) for each in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * (query.size(-1) ** -0.5 if scale is None else scale)
+    column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores.masked_fill(~mask, -torch.inf), column], -1).softmax(-1)
+    return weights[..., :-1].to(value.dtype) @ value
 
 
 def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **options: Any) -> Any:

@@ -49,6 +49,10 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **options)
         first, second = (getattr(self.local_experts[0], name).weight for name in LAYERS)
         self.one_by_one = why_one_by_one(first.device, first.dtype, *first.shape, *second.shape)  # None: grouped
+        for expert in self.local_experts if self.config.add_bias_linear else ():
+            self.one_by_one = "experts with biases are not grouped"
+            expert.linear_fc2.bias.sequence_parallel = False  # Megatron would sum those of different experts
+            expert.linear_fc2.register_forward_hook(_copied)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> tuple[Tensor, None]:
         """Return the experts' weighted outputs.
@@ -64,6 +68,12 @@ class GroupedExperts(SequentialMLP):
         first, second = ([getattr(expert, name).weight for expert in self.local_experts] for name in LAYERS)
         between = weighted_bias_swiglu_impl(grouped_linear(hidden, ends, first), None, probs[:, None], False)
         return grouped_linear(between, ends, second), None
+
+
+def _copied(_module: Any, _inputs: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Copy a layer's output, to which Megatron adds the bias in place: autograd forbids that for a view."""
+    output, bias = found
+    return output.clone(), bias
 
 
 def grouped_linear(inputs: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:

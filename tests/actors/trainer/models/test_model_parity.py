@@ -76,7 +76,9 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "last layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "by type": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES}),
     "all layers": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    "with sinks": ("gpt_oss", {}),
 }
+WITHOUT: dict[str, dict[str, Any]] = {"gpt_oss": {"sliding_window": 64}}
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, largest: float) -> None:
@@ -110,10 +112,22 @@ def assert_as_each_alone(built: Any, hf: HfConfig, reference: Any, *, packed: bo
 def test_windows_are_those_of_transformers(tmp_path: Path, name: str, packed: bool) -> None:
     kind, keys = WINDOWS[name]
     found: list[torch.Tensor] = []
-    for each in (keys, {}):
+    for each in (keys, WITHOUT.get(kind, {})):
         reference = write_model(tmp_path, kind, noise=0.2, **each)
         found.append(assert_as_each_alone(*load(tmp_path), reference, packed=packed))
     assert float((found[0] - found[1]).abs().max()) > 1e-3
+
+
+def test_sinks_and_clamps_change_what_is_compared(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    found: list[torch.Tensor] = []
+    for keys, sink in (({}, None), ({"swiglu_limit": 1e6}, None), ({}, -1e6)):
+        model = write_model(tmp_path, "gpt_oss", noise=0.2, **keys)
+        with torch.no_grad():
+            for layer in model.model.layers if sink is not None else ():
+                layer.self_attn.sinks.fill_(sink)
+            found.append(model(tokens).logits)
+    assert all(float((other - found[0]).abs().max()) > 1e-3 for other in found[1:])
 
 
 def test_random_weights_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> None:
@@ -183,6 +197,12 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("deepseek_v3", rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn' lacks 'factor'"),
         (config_of("deepseek_v3", rope_parameters={"rope_type": "llama3"}), "rope_type 'llama3' is not supported"),
         (config_of("glm4_moe", sliding_window=8), "sliding_window 8 is not supported"),
+        (config_of("gpt_oss", attention_bias=False), "attention_bias false is not supported; supported: true"),
+        (config_of("gpt_oss", rope_parameters={}), "rope_parameters is missing, and so is rope_scaling"),
+        (
+            config_of("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+            'quantization_config with quant_method "mxfp4" is not',
+        ),
     ],
 )
 def test_a_model_that_would_train_differently_is_refused(tmp_path: Path, change: dict, message: str) -> None:
