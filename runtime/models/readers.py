@@ -68,7 +68,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
             Unsupported: a key is unsupported; the text names it.
         """
         problems = Problems(self.problems())
-        rope = problems.of(lambda: self.rope())
+        rope = problems.of(self.rope)
         if rope is None or problems:
             raise Unsupported(problems)
         block = self.block(msgspec.structs.replace(rope, is_interleaved=self.is_interleaved))

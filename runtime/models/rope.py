@@ -198,6 +198,8 @@ def _yarn(theta: float, parameters: Mapping[str, Any], of_heads: bool) -> Rope:
     mscale, all_dim = (_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         raise ValueError("mscale_all_dim of rope_type 'yarn' is not supported without mscale")
+    if not isinstance(truncate := parameters.get("truncate", True), bool):
+        raise ValueError(f"truncate {truncate!r} of rope_type 'yarn' is not true or false")
     yarn = Yarn(
         factor=_number(parameters, "factor"),
         original_max_position_embeddings=int(_number(parameters, "original_max_position_embeddings")),
@@ -205,7 +207,7 @@ def _yarn(theta: float, parameters: Mapping[str, Any], of_heads: bool) -> Rope:
         beta_slow=_number(parameters, "beta_slow", 1.0),
         mscale=mscale if all_dim else 1.0,  # has no effect alone
         mscale_all_dim=all_dim,
-        is_truncated=parameters.get("truncate") is not False,
+        is_truncated=truncate,
         attention_factor=_number(parameters, "attention_factor", 0.0) or None,
     )
     if not yarn.factor >= 1.0 or yarn.original_max_position_embeddings < 1:

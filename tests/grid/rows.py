@@ -263,6 +263,10 @@ FAMILIES = (
     Row("EP2xCP2", packed=True, kind="glm4_moe_lite", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen2_moe", replay=True),
     Row("PP2", packed=True, kind="qwen2_moe", replay=True),
+    Row("EP2xTP2+SP", packed=True, kind="gpt_oss", replay=True),
+    Row("PP2", recompute=True, kind="gpt_oss", replay=True),
+    Row("EP2xCP2", packed=True, kind="gpt_oss", replay=True),
+    Row("DP2", packed=True, kind="gpt_oss", replay=True, prompts=True),
 )
 # log-probs of groups before their batch
 AHEAD = (
@@ -406,7 +410,7 @@ FEW = (
     Row("EP2xCP2", kind="qwen3_moe", replay=True),
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
-    *(FAMILIES[row] for row in (0, 4, 7)),
+    *(FAMILIES[row] for row in (0, 4, 7, 9)),
 )
 ALL = (
     *EXPERTS,

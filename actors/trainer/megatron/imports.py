@@ -66,7 +66,6 @@ _NAMES: Final = {
     "checkpoint": "tensor_parallel",
     "IdentityOp": "transformer.identity_op",
     "set_tensor_model_parallel_attributes": "tensor_parallel.layers",
-    "make_sharded_tensors_for_checkpoint": "transformer.utils",
 }
 
 
@@ -162,5 +161,4 @@ get_transformer_layer_offset: Any = _parts["get_transformer_layer_offset"]
 IdentityOp: Any = _parts["IdentityOp"]
 recomputed: Any = _parts["checkpoint"]
 set_tensor_model_parallel_attributes: Any = _parts["set_tensor_model_parallel_attributes"]
-make_sharded_tensors_for_checkpoint: Any = _parts["make_sharded_tensors_for_checkpoint"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -87,10 +87,10 @@ def whole_entries(parts: Iterable[Part], model: HfConfig) -> list[Entry]:
     """List the entries of all tensors that `whole_tensors` yields, without communication."""
     shapes = hf_shapes(model)
     entries = ((entry, None) for part in parts for entry in _entries(part, model, shapes))
-    return [entry for entry, _ in _stacked(entries, model)]
+    return [entry for entry, _ in stacked(entries, model)]
 
 
-def _stacked(tensors: Iterable[tuple[Entry, Tensor | None]], model: HfConfig) -> Iterator[tuple[Entry, Tensor | None]]:
+def stacked(tensors: Iterable[tuple[Entry, Tensor | None]], model: HfConfig) -> Iterator[tuple[Entry, Tensor | None]]:
     """Join the tensors of all experts that the files hold as one, `NAME[3]`, once the last has come."""
     waiting: dict[str, dict[int, tuple[Entry, Tensor | None]]] = {}
     for entry, tensor in tensors:
@@ -104,6 +104,7 @@ def _stacked(tensors: Iterable[tuple[Entry, Tensor | None]], model: HfConfig) ->
             own = [tensor for _, (_, tensor) in sorted(waiting.pop(name).items()) if tensor is not None]
             shape, size = (len(found), *entry.shape), len(found) * entry.size_bytes
             yield Entry(name, entry.dtype, shape, size), torch.stack(own) if own else None
+    assert not waiting, f"experts of {min(waiting)} are missing"
 
 
 def _entries(part: Part, model: HfConfig, shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
@@ -130,7 +131,7 @@ def whole_tensors(
     """
     first, shapes = first_rank(), hf_shapes(model)
     wholes = (whole for part in parts for whole in _wholes(part, _entries(part, model, shapes), model, first, device))
-    yield from _stacked(wholes, model)
+    yield from stacked(wholes, model)
 
 
 def _wholes(

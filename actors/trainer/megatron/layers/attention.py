@@ -106,12 +106,11 @@ class CoreAttention(nn.Module):
             return self._varlen(query, key, value, row.stretches[0]).flatten(1)
         if query.is_cuda:
             return self._masked(query[:, None], key[:, None], value[:, None], row.mask(self._window))[:, 0].flatten(1)
-        if self._window is None and row.units is not None:
+        if self._window is None and self.sinks is None and row.units is not None:
             return _by_unit(query, key, value, row.units, self._scale).flatten(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
-        return (
-            blockwise(query, key, value, row.plan(self._window), self._scale, self.sinks)[0].transpose(0, 1).flatten(1)
-        )
+        attended = blockwise(query, key, value, row.plan(self._window), self._scale, self.sinks)
+        return attended[0].transpose(0, 1).flatten(1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = own_context()

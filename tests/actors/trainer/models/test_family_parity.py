@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.trainer.data.batch import make_micro_batch
+from actors.trainer.data.prompts import make_shared_micro_batch, units_of
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.blockwise import Row
 from actors.trainer.megatron.layers.rows import packing
@@ -22,10 +23,12 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import global_name, tensors_of
+from actors.trainer.models.shards import entry_of
+from actors.trainer.weights.gathering import stacked
 from runtime.models.family import families
 from tests.actors.trainer.hf import gradients_of, whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
-from tests.actors.trainer.tiny import OF_KIND, VOCAB, random_batch
+from tests.actors.trainer.tiny import OF_KIND, VOCAB, random_batch, with_prompts
 
 EVERY = pytest.mark.parametrize("kind", families())
 NOISE = 0.2
@@ -55,12 +58,13 @@ def assert_close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -
 
 def own_gradients(built: Any, hf: HfConfig) -> dict[str, Tensor]:
     """The gradients of a model by the names of the files."""
-    return {
-        hf_name: part
+    parts = (
+        (entry_of(hf_name, part), part)
         for name, parameter in tensors_of(built)
         if parameter.requires_grad and not (name == "output_layer.weight" and hf.tie_word_embeddings)
         for hf_name, part in split_for_hf(global_name(name, built), hf, parameter.grad)
-    }
+    )
+    return {entry.name: gradient for entry, gradient in stacked(parts, hf) if gradient is not None}
 
 
 @EVERY
@@ -122,6 +126,25 @@ def packed_and_alone(directory: Path, reference: Any, multiple: int = 1) -> tupl
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_samples_of_a_packed_row_equal_each_sample_alone(kind: str, multiple: int, written: Written) -> None:
     assert_close(*packed_and_alone(*written(kind), multiple))
+
+
+@EVERY
+def test_samples_behind_one_prompt_equal_each_sample_alone(kind: str, written: Written) -> None:
+    directory, reference = written(kind)
+    built, _ = load(directory)
+    batch = with_prompts(random_batch(num_groups=2))
+    units = units_of(batch, np.arange(len(batch.lengths_B)), max_tokens=1000, attention=0.0)
+    shared = make_shared_micro_batch(batch, units, multiple=1)
+    layout = packing(shared.bounds, torch.device("cpu"), shared.shared)
+    assert len(units) < len(batch.lengths_B)
+    with quiet(), torch.no_grad():
+        found = built(torch.from_numpy(shared.tokens), None, None, packed_seq_params=layout)[0]
+        alone = list[Tensor]()
+        for column in shared.columns_M.tolist():
+            first = int(batch.starts_B[np.searchsorted(batch.starts_B, column, side="right") - 1])
+            tokens = torch.from_numpy(batch.tokens_N[first:column].astype(np.int64))
+            alone.append(reference(tokens[None]).logits[0, -1])
+    assert_close(found[torch.from_numpy(shared.rows_M)], torch.stack(alone))
 
 
 @EVERY

@@ -20,7 +20,7 @@ from actors.trainer.models.sharding import global_name, load_weights
 from runtime.models.config import ModelError
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import gradients_of, whole_weights, write_model
-from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of
+from tests.actors.trainer.tiny import OF_KIND, TINY, VOCAB, YARN, config_of
 from tests.build.model import mapping_source
 from tests.support.tiny_models import LLAMA3_ROPE
 
@@ -199,6 +199,10 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("glm4_moe", sliding_window=8), "sliding_window 8 is not supported"),
         (config_of("gpt_oss", attention_bias=False), "attention_bias false is not supported; supported: true"),
         (config_of("gpt_oss", rope_parameters={}), "rope_parameters is missing, and so is rope_scaling"),
+        (
+            config_of("gpt_oss", rope_parameters=OF_KIND["gpt_oss"]["rope_parameters"] | {"truncate": None}),
+            "truncate None of rope_type 'yarn' is not true or false",
+        ),
         (
             config_of("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
             'quantization_config with quant_method "mxfp4" is not',
