@@ -264,9 +264,8 @@ FAMILIES = (
     Row("EP2xTP2+SP", packed=True, kind="qwen2_moe", replay=True),
     Row("PP2", packed=True, kind="qwen2_moe", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="gpt_oss", replay=True),
-    Row("PP2", recompute=True, kind="gpt_oss", replay=True),
+    Row("PP2", recompute=True, kind="gpt_oss", replay=True, prompts=True),
     Row("EP2xCP2", packed=True, kind="gpt_oss", replay=True),
-    Row("DP2", packed=True, kind="gpt_oss", replay=True, prompts=True),
 )
 # log-probs of groups before their batch
 AHEAD = (
