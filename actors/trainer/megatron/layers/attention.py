@@ -191,7 +191,14 @@ class CoreAttention(nn.Module):
         """Describe the tensors of a checkpoint: tensor-parallel ranks have the sinks of their heads."""
         del metadata
         state = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
