@@ -96,6 +96,7 @@ def ours(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, Any]
         "rollout.max_response_len": BATCH["max_response_len"],
         "optimizer.lr": BATCH["lr"],
         "optimizer.lr_decay_style": "constant",
+        "optimizer.min_lr": 0.0,
         "optimizer.lr_warmup_iters": 0,
         "train.save_interval": args.steps,  # after the last step
         "eval.0.interval": args.steps,
