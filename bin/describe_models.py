@@ -32,7 +32,7 @@ Written by `bin/describe-models` from the declarations of `runtime/models/famili
 |---|---|---|---|
 {families}
 
-The trainer computes all of them, the tiny engine those without multi-latent attention.
+The trainer computes all of them, the tiny engine those without multi-latent attention and attention sinks.
 How to add one: [families](../develop/model-families.md). A key of a model's `config.json` is one of these:
 
 - **built**: trainer and tiny engine compute what it says. Values that they cannot compute are refused.

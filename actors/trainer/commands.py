@@ -139,20 +139,20 @@ class TrainerRank:
         self.calls.serve(self.sending)
         self._writer = RankWriter(topology, self._replica, self._critic_replica, self._weight_thread, self.calls)
         self.calls.serve(self._writer)
-        hf = self._replica.hf
         self._versions = Versions(
             run_directory / WEIGHTS,
             self._model_directory,
             every=topology.trainer.full_export_interval,
             weight_format=self._weight_format,
-            shapes=hf_shapes(hf),
+            shapes=hf_shapes(self._replica.hf),
             ignored=topology.model.ignore_config_keys,
             is_fetched=fetches_weights(topology),
         )
         self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
         self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0
-        for replica in self._replicas if topology.trainer.optimizer.optimizer_cpu_offload else ():
-            replica.rest(run_directory)
+        if topology.trainer.optimizer.optimizer_cpu_offload:
+            for replica in self._replicas:
+                replica.rest(run_directory)
 
     def _link_to_critic(self, store: Any, device: torch.device) -> CriticLink | None:
         """Open the link to the critic's own ranks, if there are some and this is rank 0."""

@@ -1,4 +1,4 @@
-"""The read-only room of a node: what this run announced, by its digest, for other nodes of the run.
+"""The read-only room of a node: an HTTP server that gives other nodes of the run what was announced, by its digest.
 
 A path is a digest, and only digests that were offered are answered. A digest leads to a file by a table in memory, so
 no request names a file. A file that is still being fetched is served as far as its pieces were verified.

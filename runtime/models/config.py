@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from runtime.models.blocks import Layer, ModelShape
+from runtime.models.blocks import Attention, Layer, ModelShape
 from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
 from runtime.models.family import Family, family_of
@@ -141,15 +141,24 @@ def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> Mo
     """Read a model that the tiny engine can compute, without the ignored keys of its config.json.
 
     Raises:
-        ModelError: as `read_model`, or the model has MLA.
+        ModelError: as `read_model`, or the tiny engine cannot compute a block of the model.
     """
     model = read_model(directory, ignored)
-    if model.shape.mla is not None:
+    if lacking := list(_not_in_tiny_engine(model.shape)):
         raise ModelError(
-            f"{directory / CONFIG}: the tiny engine does not support multi-latent attention "
+            f"{directory / CONFIG}: the tiny engine does not support {' and '.join(lacking)} "
             f'({model.shape.architecture}); use kind = "sglang"'
         )
     return model
+
+
+def _not_in_tiny_engine(shape: ModelShape) -> Iterator[str]:
+    if shape.mla is not None:
+        yield "multi-latent attention"
+    if any(isinstance(layer.attention, Attention) and layer.attention.has_sinks for layer in shape.layers):
+        yield "attention sinks"
+    if shape.experts is not None and shape.experts.clamped is not None:
+        yield "experts with biases"
 
 
 def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:

@@ -4,6 +4,8 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,20 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and th
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 
 
+@contextmanager
+def trained_apart(tmp_path: Path, transport: str, more: str) -> Iterator[tuple[Path, Path]]:
+    """The run directories of home and of another machine, which share none, after five steps."""
+    file, run_dir = apart(tmp_path, transport=transport, more=more), tmp_path / "runs" / "apart"
+    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
+        other.wait_for("node n1 joins run apart", 60)
+        finishes(home, other)
+        check_books(n0.path(run_dir), 5)
+        yield n0.path(run_dir), n1.path(run_dir)
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -29,17 +45,9 @@ MODEL = ROOT / "topologies/demo/models/reverse-digits"
     ],
 )
 def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: str) -> None:
-    file, run_dir = apart(tmp_path, transport="collective", more=more), tmp_path / "runs" / "apart"
-    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
-        n0, n1 = lan.add("n0"), lan.add("n1")
-        home = start(n0, file, "local")
-        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
-        other.wait_for("node n1 joins run apart", 60)
-        finishes(home, other)
-        there = n1.path(run_dir)
-        check_books(n0.path(run_dir), 5)
+    with trained_apart(tmp_path, "collective", more) as (here, there):
         assert not list(there.glob("weights*/**/*.safetensors"))
-        assert list(n0.path(run_dir).glob("checkpoints/*/step-*"))
+        assert list(here.glob("checkpoints/*/step-*"))
         log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
         own = there / "logs" / "n1" / "rollout.1.jsonl"
         verified = own.read_text().count("weights_verified") if more else 0
@@ -55,16 +63,8 @@ def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: st
     ],
 )
 def test_nodes_without_a_common_directory_fetch_weights_from_each_other(tmp_path: Path, more: str) -> None:
-    file, run_dir = apart(tmp_path, transport="http", more=more), tmp_path / "runs" / "apart"
-    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
-        n0, n1 = lan.add("n0"), lan.add("n1")
-        home = start(n0, file, "local")
-        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
-        other.wait_for("node n1 joins run apart", 60)
-        finishes(home, other)
-        there = n1.path(run_dir)
-        check_books(n0.path(run_dir), 5)
-        assert len(pids(n0.path(run_dir), "local", "trainer")) == 1
+    with trained_apart(tmp_path, "http", more) as (here, there):
+        assert len(pids(here, "local", "trainer")) == 1
         log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
         assert not (there / "weights").exists()
         assert [*(there / "copies" / "n1").glob("v*/*.safetensors")]

@@ -118,6 +118,24 @@ _GLM_CHAT: Final = (
 _DEEPSEEK: Final = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
 _KIMI: Final = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
+
+def _glm(config: dict[str, Any], *, unread: tuple[str, ...] = ()) -> Layout:
+    """A model of GLM-4: its sizes published with the same generation config, template and tokenizer."""
+    return Layout(
+        config,
+        {
+            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
+            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+        },
+        _GLM,
+        _GLM_CHAT,
+        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
+        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
+        unread=unread,
+        shards=True,
+    )
+
+
 LAYOUTS: Final[dict[str, Layout]] = {
     "Qwen3-0.6B": Layout(
         {
@@ -234,7 +252,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
         template_file="tokenizer_config.json",
         unread=("is_llama_config", "rope_interleaved", "transformers.js_config"),
     ),
-    "GLM-4.5-Air": Layout(
+    "GLM-4.5-Air": _glm(
         {
             **OLD_TYPE,
             **SIZES,
@@ -246,17 +264,8 @@ LAYOUTS: Final[dict[str, Layout]] = {
             **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False},
             **{"use_qk_norm": False, "transformers_version": "4.54.0"},
         },
-        {
-            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
-            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
-        },
-        _GLM,
-        _GLM_CHAT,
-        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
-        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
-        shards=True,
     ),
-    "GLM-4-9B-0414": Layout(
+    "GLM-4-9B-0414": _glm(
         {
             **OLD_TYPE,
             **SIZES,
@@ -265,17 +274,8 @@ LAYOUTS: Final[dict[str, Layout]] = {
             **{"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0},
             **{"tie_word_embeddings": False, "transformers_version": "4.52.0.dev0"},
         },
-        {
-            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
-            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
-        },
-        _GLM,
-        _GLM_CHAT,
-        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
-        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
-        shards=True,
     ),
-    "GLM-4.7-Flash": Layout(
+    "GLM-4.7-Flash": _glm(
         {
             **OLD,
             **SIZES,
@@ -289,16 +289,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
             **{"rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False},
             "transformers_version": "5.0.0rc0",
         },
-        {
-            **{"_from_model_config": True, "do_sample": True, "pad_token_id": "<|endoftext|>"},
-            "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"],
-        },
-        _GLM,
-        _GLM_CHAT,
-        "[gMASK]<sop><|user|>\n1+1?<|assistant|>",
-        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "do_lower_case": False},
         unread=("topk_method",),
-        shards=True,
     ),
     "Mistral-7B-Instruct-v0.3": Layout(
         {

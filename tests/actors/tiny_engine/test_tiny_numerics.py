@@ -11,7 +11,7 @@ from actors.tiny_engine.engine.requests import Request, Sampling, Span, Stopping
 from actors.tiny_engine.engine.scheduler import Scheduler
 from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
-from runtime.models.config import read_model
+from runtime.models.config import ModelError, read_model, read_tiny_engine_model
 from runtime.models.family import families
 from runtime.models.readers import LatentKeys
 from tests.actors.trainer.hf import write_model as write_family
@@ -48,7 +48,11 @@ MODELS = {
 }
 
 
-SERVED = [kind for kind, family in families().items() if not issubclass(family.attention, LatentKeys)]
+SERVED = [
+    kind
+    for kind, family in families().items()
+    if not issubclass(family.attention, LatentKeys) and not family.attention.without_keys.get("has_sinks")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,14 @@ def test_log_probs_equal_a_teacher_forced_forward(name: str, tmp_path: Path) -> 
     run_out(scheduler)
     for request in requests:
         assert_teacher_forced(tmp_path, request)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in families() if kind not in SERVED])
+def test_a_family_that_it_does_not_serve_is_refused(kind: str, tmp_path: Path) -> None:
+    with torch.inference_mode(mode=False):
+        write_family(tmp_path, kind)
+    with pytest.raises(ModelError, match=r"the tiny engine does not support (multi-latent attention|attention sinks)"):
+        read_tiny_engine_model(tmp_path)
 
 
 @pytest.mark.parametrize("kind", SERVED)

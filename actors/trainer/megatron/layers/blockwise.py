@@ -20,7 +20,7 @@ from actors.trainer.data.prompts import PROMPT
 
 SHORT_ROW: Final = 128  # positions up to which a row is one pair with a mask: a call for each sample takes longer
 QUERIES: Final = (64, 512)  # least and most queries of a pair under a window; between them as many as the window
-HIDDEN: Final = -1e30  # score of a key that a query does not see; with -inf a range without a key is no number
+HIDDEN: Final = -1e30  # score of a key that a query does not see; -inf would give NaN where a query sees no key
 
 _KERNEL: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

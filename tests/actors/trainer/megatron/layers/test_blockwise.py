@@ -69,7 +69,7 @@ def test_every_pair_of_the_mask_is_computed_once(
         padding = torch.from_numpy(row.owners[row.kept] == PADDING)  # of no sample: what it sees is of no consequence
         assert torch.equal(seen[~padding], row.mask(window).long()[~padding])
         own = torch.arange(len(row.kept)), torch.from_numpy(row.kept)
-        assert (seen[own] == 1).all()  # it sees itself, or its output would be no number
+        assert (seen[own] == 1).all()  # else its output would be NaN
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
