@@ -135,16 +135,16 @@ class TrainerRank:
             else TrainStep(topology, self._replica, self._critic)
         )
         self.sending = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread, self.calls)
-        self.calls.serve(self)
-        self.calls.serve(self.sending)
         self._writer = RankWriter(topology, self._replica, self._critic_replica, self._weight_thread, self.calls)
-        self.calls.serve(self._writer)
+        for served in (self, self.sending, self._writer):
+            self.calls.serve(served)
+        hf = self._replica.hf
         self._versions = Versions(
             run_directory / WEIGHTS,
             self._model_directory,
             every=topology.trainer.full_export_interval,
             weight_format=self._weight_format,
-            shapes=hf_shapes(self._replica.hf),
+            shapes=hf_shapes(hf),
             ignored=topology.model.ignore_config_keys,
             is_fetched=fetches_weights(topology),
         )
