@@ -263,7 +263,7 @@ FAMILIES = (
     Row("EP2xCP2", packed=True, kind="glm4_moe_lite", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen2_moe", replay=True),
     Row("PP2", packed=True, kind="qwen2_moe", replay=True),
-    Row("EP2", packed=True, kind="gpt_oss", replay=True),
+    Row("EP2", packed=True, recompute=True, kind="gpt_oss", replay=True),
     Row("PP2", recompute=True, kind="gpt_oss", replay=True, prompts=True),
     Row("EP2xCP2", packed=True, kind="gpt_oss", replay=True),
 )
