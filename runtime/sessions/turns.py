@@ -1,0 +1,116 @@
+"""A turn of an agent's session, as the listener for agents asks for it and the rollout actor answers it.
+
+The listener reads and writes the dialects of clients (OpenAI chat and responses, Anthropic messages); the rollout actor
+keeps the tree of messages and the tokens. Only these structs go between them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from msgspec import Struct
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Finish = Literal["stop", "tool_calls", "length"]
+RefusalKind = Literal[
+    "unknown_key",  # no session of this run has the key
+    "forbidden",  # the key is known and may not do this, such as a model key that sets a reward
+    "ended",  # the session has ended
+    "context_full",  # the prompt alone does not fit into the model's context
+    "parameter",  # a field of the request that is not served, or has a wrong value
+    "failed",  # the session failed; the reason says why
+]
+
+
+class ToolCall(Struct, frozen=True):
+    """A call of a tool by the model.
+
+    Args:
+        id: drawn by the session, unique in it; of a call that a client made up, the client's.
+        name: of the tool.
+        arguments: JSON as the model sampled it or the client sent it, unchanged.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(Struct, frozen=True):
+    """One message of a conversation.
+
+    Args:
+        role: who speaks.
+        text: what is said, white space kept.
+        reasoning: the thoughts before the text; None: the client sent none, which says nothing about what was sampled.
+        tool_calls: of an assistant message.
+        tool_call_id: of a tool message: the call that it answers.
+    """
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+class Tool(Struct, frozen=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {}
+
+
+class TurnSampling(Struct, frozen=True):
+    """What a request says about sampling. None: the recipe's value."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class TurnRequest(Struct, frozen=True):
+    """A request for the next assistant message.
+
+    Args:
+        messages: the whole conversation so far, as the client has it.
+        tools: that the client offers.
+        sampling: what the client asks for.
+        model: as the client names it.
+        prompt_ids: the prompt as tokens instead of messages, of clients that render themselves; else None.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    sampling: TurnSampling = TurnSampling()
+    model: str = ""
+    prompt_ids: tuple[int, ...] | None = None
+
+
+class TurnAnswer(Struct, frozen=True):
+    """The assistant message that was sampled.
+
+    Args:
+        message: parsed from the tokens.
+        finish: why it ended.
+        num_prompt_tokens: tokens of the prompt that the engine got.
+        token_ids: sampled tokens, its end token too.
+        log_probs: of the sampled tokens, in nats.
+    """
+
+    message: ChatMessage
+    finish: Finish
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+class TurnRefused(Exception):
+    """A request that gets no answer: what the client did wrong, in words for its user."""
+
+    def __init__(self, kind: RefusalKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: RefusalKind = kind
+        self.reason = reason
