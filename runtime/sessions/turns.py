@@ -1,4 +1,4 @@
-"""A turn of an agent's session, as the listener for agents asks for it and the rollout actor answers it.
+"""A turn of an agent's session, asked by the listener for agents and answered by the rollout actor.
 
 The listener reads and writes the dialects of clients (OpenAI chat and responses, Anthropic messages); the rollout actor
 keeps the tree of messages and the tokens. Only these structs go between them.
@@ -40,7 +40,7 @@ class ChatMessage(Struct, frozen=True):
 
     Args:
         role: who speaks.
-        text: what is said, white space kept.
+        text: its words, white space kept.
         reasoning: the thoughts before the text; None: the client sent none, which says nothing about what was sampled.
         tool_calls: of an assistant message.
         tool_call_id: of a tool message: the call that it answers.
