@@ -80,6 +80,8 @@ class TurnRequest(Struct, frozen=True):
         sampling: what the client asks for.
         model: as the client names it.
         prompt_ids: the prompt as tokens instead of messages, of clients that render themselves; else None.
+        choice: number of the answer, if a client wants several to one prompt (`n`): each is a request of its own.
+            Requests that are equal, also in this number, are repetitions and get one answer.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -87,6 +89,7 @@ class TurnRequest(Struct, frozen=True):
     sampling: TurnSampling = TurnSampling()
     model: str = ""
     prompt_ids: tuple[int, ...] | None = None
+    choice: int = 0
 
 
 class TurnAnswer(Struct, frozen=True):
