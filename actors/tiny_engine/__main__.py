@@ -105,7 +105,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="each chunk holds only its new tokens, not all tokens so far",
     )
+    _add_lora(add)
     return parser
+
+
+def _add_lora(add: Callable[..., object]) -> None:
+    """Add SGLang's arguments for LoRA adapters."""
+    add("--enable-lora", action="store_true", help="serve LoRA adapters")
+    add("--max-lora-rank", type=_within(1, 4096), default=64, help="highest rank of an adapter")
+    add("--lora-target-modules", nargs="+", default=["all"], metavar="NAME", help="layers with adapters; all: any")
+    add("--max-loras-per-batch", type=_within(1, 4096), default=8, help="adapters decoded at a time, with the base")
+    add(
+        "--max-loaded-loras",
+        type=_within(1, 1 << 20),
+        help="maximum number of loaded adapters; beyond it, the least recently used one is unloaded; default: no limit",
+    )
 
 
 def _within(low: int, high: int) -> Callable[[str], int]:

@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     dummy: bool  # initialize weights at random instead of loading them
     weight_version: str
     dtype: str = "float32"  # of weights and activations
+    max_loras_per_batch: int | None = None  # adapters of running requests, the base model among them; None: no limit
 
 
 class Updated(NamedTuple):
@@ -52,7 +53,12 @@ class Core:
         self._released: set[str] = set()
         self.updating = Updating(self._held)
         slots = KvSlots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
-        self.scheduler = Scheduler(slots, version=settings.weight_version, max_total_tokens=settings.max_total_tokens)
+        self.scheduler = Scheduler(
+            slots,
+            version=settings.weight_version,
+            max_total_tokens=settings.max_total_tokens,
+            max_loras=settings.max_loras_per_batch,
+        )
 
     def _first_weights(self, directory: Path, settings: Settings) -> Weights:
         described = self._model

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
+from actors.tiny_engine.engine.adapters import LoadedAdapters
 from actors.tiny_engine.engine.core import Core, Updated
 from actors.tiny_engine.engine.scheduler import TokenReport
 from actors.tiny_engine.engine.thread import EngineThread
@@ -74,8 +75,9 @@ class EngineLoad(NamedTuple):
 class Frontend:
     """Admits calls and forwards operations to the torch thread. Runs on the event loop's thread."""
 
-    def __init__(self, *, max_requests: int, version: str) -> None:
+    def __init__(self, *, max_requests: int, version: str, adapters: LoadedAdapters) -> None:
         self.version = version
+        self.adapters = adapters
         self.engine: EngineThread  # set once, before the first call
         self.paused = False
         self._max_requests = max_requests  # running, queued and held back
@@ -94,6 +96,7 @@ class Frontend:
         for report in reports:
             if report.finish is not None:
                 self._num_unfinished -= 1
+                self.adapters.release([report.request])
             waiting = self._live.get(report.request.rid)
             if waiting is not None and waiting.job.request is report.request:
                 waiting.advance(report)
@@ -106,20 +109,25 @@ class Frontend:
 
         Raises:
             QueueFull: the server has its maximum number of requests.
-            ValueError: a request id is in use.
+            ValueError: a request id is in use, or an adapter is not loaded.
         """
         started = time.perf_counter()
         if self._num_held + self._num_unfinished + len(jobs) > self._max_requests:
             raise QueueFull("The request queue is full.")
+        requests = [job.request for job in jobs]
+        self.adapters.acquire(requests)
         self._num_held += len(jobs)
+        generation = GenerateCall(jobs, started)
         try:
             await self._pass()
+            self._register(generation.waiting)
+        except BaseException:
+            self.adapters.release(requests)
+            raise
         finally:
             self._num_held -= len(jobs)
-        generation = GenerateCall(jobs, started)
-        self._register(generation.waiting)
         try:
-            self.engine.submit([job.request for job in jobs])
+            self.engine.submit(requests)
             yield generation
         finally:
             self._unregister(generation.waiting)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.tiny_engine.model.adapters import Adapter
+
 
 class EngineRefusal(Exception):
     """The engine's state does not allow the operation, or the request is invalid. The text says why."""
@@ -64,6 +66,8 @@ class Request:
     seed: int
     stream_interval: int = 0  # tokens between reports; 0 = report only the end
     logprob_start: int = -1  # first prompt position whose log-prob is requested; -1 = none
+    lora: str | None = None  # name of its adapter; None: the base model
+    adapter: Adapter | None = None  # set when it is admitted, and kept to its end, whatever is loaded or unloaded
     num_top: int = 0  # likeliest tokens at each place of the prompt whose log-prob is requested
     output_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids

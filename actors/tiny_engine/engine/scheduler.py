@@ -32,17 +32,22 @@ class TokenReport(NamedTuple):
 class Scheduler:
     """Waiting and running requests, the weights and their version."""
 
-    def __init__(self, slots: KvSlots, *, version: str, max_total_tokens: int | None = None) -> None:
+    def __init__(
+        self, slots: KvSlots, *, version: str, max_total_tokens: int | None = None, max_loras: int | None = None
+    ) -> None:
         """Start without requests.
 
         Args:
             slots: empty slots.
             version: weight version of the slots' weights.
             max_total_tokens: limit on the tokens of all running requests; beyond it, the youngest are retracted.
+            max_loras: limit on the adapters of running requests, the base model among them; others wait, and are
+                overtaken.
         """
         self.slots = slots
         self.max_total_tokens = max_total_tokens or slots.num_slots * slots.context_length
         self._limited = max_total_tokens is not None
+        self._max_loras = max_loras
         self.waiting: deque[Request] = deque()
         self.version = version
         self.paused = False
@@ -128,19 +133,26 @@ class Scheduler:
     def _admitted(self) -> list[Request]:
         """Take requests from the queue, in order, as far as free slots, prefill tokens and cache allow."""
         admitted: list[Request] = []
+        overtaken: list[Request] = []
+        adapters = {request.adapter for request in self.slots.requests}
         longest = total = num_computed = 0
         room = self.max_total_tokens - self.slots.num_used_tokens - HEADROOM * len(self.slots.requests)
         while self.waiting and len(admitted) < self.slots.num_free:
             request = self.waiting[0]
+            if self._max_loras is not None and len(adapters | {request.adapter}) > self._max_loras:
+                overtaken.append(self.waiting.popleft())
+                continue
             longest = max(longest, request.num_tokens)
             total += request.num_tokens + HEADROOM
-            if not (admitted and request.prompt_ids == admitted[-1].prompt_ids and not request.output_ids):
+            if not (admitted and _shares_prompt(request, admitted[-1])):
                 num_computed += 1  # others of its group, which follow it, are copied
             if admitted and longest * num_computed > MAX_PREFILL_TOKENS:
                 break
             if total > room and (admitted or self.slots.requests):
                 break  # a single request always fits: the server bounds the context by the total
+            adapters.add(request.adapter)
             admitted.append(self.waiting.popleft())
+        self.waiting.extendleft(reversed(overtaken))
         return admitted
 
     def _make_room(self) -> None:
@@ -223,6 +235,11 @@ class Scheduler:
         request.finish = finish
         num_tokens = request.num_reported if finish.queued else len(request.output_ids)
         self._reports.append(TokenReport(request, num_tokens, finish, _within(request.spans, num_tokens)))
+
+
+def _shares_prompt(request: Request, before: Request) -> bool:
+    same = request.prompt_ids == before.prompt_ids and request.adapter is before.adapter
+    return same and not request.output_ids
 
 
 def _within(spans: Sequence[Span], num_tokens: int) -> tuple[Span, ...]:

@@ -98,12 +98,14 @@ class CallReader:
         starts = _broadcast(-1 if body.logprob_start_len is None else body.logprob_start_len, len(prompts), "starts")
         masks = _broadcast(body.return_sampling_mask or False, len(prompts), "return_sampling_mask")
         tops = _broadcast(body.top_logprobs_num or 0, len(prompts), "top_logprobs_num")
+        loras = _broadcast(body.lora_path, len(prompts), "lora_path")
         jobs: list[Job] = []
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             for sample in range(num_samples):
                 request = self._request(rids[len(jobs)], prompt, param, sample, body.stream, mask=masks[index])
                 request.logprob_start = _logprob_start(starts[index], prompt) if log_probs[index] else -1
                 request.num_top = self._num_top(tops[index], param) if log_probs[index] else 0
+                request.lora = loras[index] or None
                 jobs.append(Job(request, self._rendering(body, param, log_probs[index])))
         return Call(jobs=jobs, single=single and num_samples == 1, stream=body.stream)
 

@@ -72,6 +72,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_prompt_token_ids: bool = False
     return_sampling_mask: bool | list[bool] | None = None
     top_logprobs_num: int | list[int] | None = None
+    lora_path: str | list[str | None] | None = None  # name of an adapter; None: the base model
 
     input_embeds: Any = None
     image_data: Any = None
@@ -81,7 +82,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_hidden_states: Any = None
     sampling_logprobs_mode: str | None = None
     return_entropy: bool | None = None
-    lora_path: Any = None
     custom_logit_processor: Any = None
     session_params: Any = None
     session_id: Any = None
@@ -89,7 +89,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 UNSUPPORTED_FIELDS: Final = (
     *("input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob"),
-    *("return_hidden_states", "sampling_logprobs_mode", "return_entropy", "lora_path"),
+    *("return_hidden_states", "sampling_logprobs_mode", "return_entropy"),
     *("custom_logit_processor", "session_params", "session_id"),
 )
 
@@ -203,6 +203,31 @@ class MemoryBody(msgspec.Struct, frozen=True):
     """Body of POST /release_memory_occupation and /resume_memory_occupation. Without tags, it means all tags."""
 
     tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] | None = None
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str  # a directory in peft's format
+    pinned: bool = False  # never unloaded to make room for another one
+
+
+class LoadAdapterFromTensorsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /load_lora_adapter_from_tensors: a base64-encoded pickle of a dict of tensors per rank."""
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[str]
+    pinned: bool = False
+    load_format: str | None = None
+    expected_checksums: dict[str, str] | None = None  # sha256 of each tensor's bytes, in hexadecimal digits
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /unload_lora_adapter."""
+
+    lora_name: str
 
 
 class SlowDownBody(msgspec.Struct, frozen=True):

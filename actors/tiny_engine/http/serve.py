@@ -17,12 +17,15 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.served_model import ServedModel
+from actors.tiny_engine.engine.adapters import LoadedAdapters
 from actors.tiny_engine.engine.core import Core, Settings
 from actors.tiny_engine.engine.frontend import Frontend
 from actors.tiny_engine.engine.thread import EngineThread
 from actors.tiny_engine.http.api import CallReader, Limits
 from actors.tiny_engine.http.chat import ChatReader, ChatTemplate
 from actors.tiny_engine.http.server import Identity, TinyServer
+from actors.tiny_engine.model.adapters import AdapterReader
+from actors.tiny_engine.model.forward import DTYPES, SAFETENSORS_DTYPE
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription
 from runtime.process.logs import configure_logging
@@ -54,7 +57,9 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
         asyncio.get_running_loop().add_signal_handler(number, _end, ended, None)
     text = Text.load(flags.model_path)
     frontend = Frontend(
-        max_requests=flags.max_running_requests + flags.max_queued_requests, version=flags.weight_version
+        max_requests=flags.max_running_requests + flags.max_queued_requests,
+        version=flags.weight_version,
+        adapters=LoadedAdapters(_adapter_reader(flags, model), flags.max_loaded_loras),
     )
     threads = num_torch_threads(model.shape, os.environ, usable_cores())
     build = partial(_core, flags, model, text)
@@ -102,11 +107,19 @@ def _core(flags: argparse.Namespace, model: ModelDescription, text: Text | None)
         dummy=flags.load_format == "dummy",
         weight_version=flags.weight_version,
         dtype=flags.dtype,
+        max_loras_per_batch=flags.max_loras_per_batch if flags.enable_lora else None,
     )
     core = Core(flags.model_path, model, settings)
     if text is not None:
         core.use_detokenizer(partial(text.decode, skip_special_tokens=False))
     return core
+
+
+def _adapter_reader(flags: argparse.Namespace, model: ModelDescription) -> AdapterReader | None:
+    if not flags.enable_lora:
+        return None
+    dtype = DTYPES[SAFETENSORS_DTYPE[flags.dtype]]
+    return AdapterReader(model.shape, dtype, max_rank=flags.max_lora_rank, targets=flags.lora_target_modules)
 
 
 def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Frontend, text: Text | None) -> TinyServer:
@@ -135,6 +148,11 @@ def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Fronte
             "max_queued_requests": flags.max_queued_requests,
             "stream_interval": flags.stream_interval,
             "incremental_streaming_output": flags.incremental_streaming_output,
+            "enable_lora": flags.enable_lora,
+            "max_lora_rank": flags.max_lora_rank,
+            "lora_target_modules": flags.lora_target_modules,
+            "max_loras_per_batch": flags.max_loras_per_batch,
+            "max_loaded_loras": flags.max_loaded_loras,
         },
     )
     incremental = flags.incremental_streaming_output

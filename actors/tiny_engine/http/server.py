@@ -16,6 +16,7 @@ from actors.tiny_engine.engine.frontend import Frontend, GenerateCall, QueueFull
 from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.thread import EngineStopped
 from actors.tiny_engine.http import bodies
+from actors.tiny_engine.http.adapters import AdapterEndpoints
 from actors.tiny_engine.http.api import BrokenRequest, CallReader
 from actors.tiny_engine.http.chat import ChatReader, completion
 from actors.tiny_engine.http.rendering import (
@@ -109,6 +110,7 @@ class TinyServer:
             (both, ("/resume_memory_occupation",), self.resume),
             (both, ("/slow_down",), self.slow_down),
             *((write, (path,), handler) for path, handler in SessionEndpoints(self._frontend).handlers().items()),
+            *((write, (path,), handler) for path, handler in AdapterEndpoints(self._frontend).handlers().items()),
         ]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -256,11 +258,14 @@ class TinyServer:
         return json_answer({"dp_rank_count": 1, "loads": [entry]})
 
     async def models(self, _: web.Request) -> web.Response:
-        """List the model, in the format of OpenAI's API."""
+        """List the model and its loaded adapters, in the format of OpenAI's API."""
         name = self._identity.served_model_name
         length = self._identity.flags["context_length"]
         model = {"id": name, "object": "model", "owned_by": "physarum", "root": name, "max_model_len": length}
-        return json_answer({"object": "list", "data": [model | {"created": int(self._started_s)}]})
+        of_adapter = {"object": "model", "owned_by": "physarum", "parent": name, "max_model_len": None}
+        adapters = [of_adapter | {"id": id, "root": path} for id, path in self._frontend.adapters.paths.items()]
+        listed = [each | {"created": int(self._started_s)} for each in (model, *adapters)]
+        return json_answer({"object": "list", "data": listed})
 
     async def abort(self, request: web.Request) -> web.Response:
         """Abort one request or all; answers at once, even for an unknown id."""

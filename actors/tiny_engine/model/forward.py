@@ -8,7 +8,7 @@ Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D h
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from actors.tiny_engine.model.adapters import LayerRows, Rows
 from actors.tiny_engine.model.experts import BIAS, experts_output, stacked
 from runtime.models.blocks import Attention, Experts, Mlp, ModelShape, Weight, norm
 from runtime.models.config import ModelError
@@ -240,7 +241,7 @@ def swapped(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
 
 
-def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: Rows = ()) -> Tensor:
     """Run all blocks and the final norm.
 
     Args:
@@ -249,6 +250,7 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
             cos: cosines of the tokens' positions; broadcasts against [N, H + K, D].
             sin: signed sines, likewise (`rope_table`).
             attend: stores a layer's new keys and values and computes attention.
+            adapters: LoRA adapters, with the rows of the first dimension of N that each computes.
 
     Returns:
         Normalized hidden states, [N, E].
@@ -256,9 +258,10 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
     eps = weights.config.rms_norm_eps
     for index, layer in enumerate(weights.layers):
         held, attention = layer.held, layer.attention
+        own = [(adapter.layers[index], rows) for adapter, rows in adapters]
         heads, size = attention.heads, attention.head_dim
         num_rotated = heads + attention.kv_heads
-        qkv = _linear(_normed(x, held, "input_layernorm", eps), held, "self_attention.linear_qkv")
+        qkv = _linear(_normed(x, held, "input_layernorm", eps), layer, "self_attention.linear_qkv", own)
         qkv = qkv.view(*x.shape[:-1], num_rotated + attention.kv_heads, size)
         normed = rotated = qkv[..., :num_rotated, :]
         if layer.qk_scale is not None:
@@ -266,13 +269,13 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
         other = swapped(normed, attention.rope)
         torch.addcmul(normed * cos, other, sin, out=rotated)  # in place: keeps keys next to values
         mixed = attend(index, qkv[..., :heads, :], qkv[..., heads:, :])
-        x = x + _normed(_linear(mixed, held, "self_attention.linear_proj"), held, "self_attn_bda", eps)
+        x = x + _normed(_linear(mixed, layer, "self_attention.linear_proj", own), held, "self_attn_bda", eps)
         normed = _normed(x, held, "pre_mlp_layernorm", eps)
         if isinstance(layer.mlp, Experts):
             added = experts_output(normed, held, layer.mlp)
         else:
-            gate, up = _linear(normed, held, "mlp.linear_fc1").chunk(2, -1)
-            added = _linear(F.silu(gate) * up, held, "mlp.linear_fc2")
+            gate, up = _linear(normed, layer, "mlp.linear_fc1", own).chunk(2, -1)
+            added = _linear(F.silu(gate) * up, layer, "mlp.linear_fc2", own)
         x = x + _normed(added, held, "mlp_bda", eps)
     return F.rms_norm(x, x.shape[-1:], weights.norm, eps)
 
@@ -283,8 +286,12 @@ def _normed(x: Tensor, held: dict[str, Tensor], name: str, eps: float) -> Tensor
     return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _linear(x: Tensor, held: dict[str, Tensor], name: str) -> Tensor:
-    return F.linear(x, held[f"{name}.weight"], held.get(f"{name}.bias"))
+def _linear(x: Tensor, layer: Layer, name: str, adapters: Sequence[LayerRows]) -> Tensor:
+    out = F.linear(x, layer.held[f"{name}.weight"], layer.held.get(f"{name}.bias"))
+    for pairs, rows in adapters:
+        if (pair := pairs.get(name)) is not None:
+            pair.add(out, x, rows)
+    return out
 
 
 def released(weights: Weights) -> Weights:

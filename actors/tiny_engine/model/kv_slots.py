@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
+from actors.tiny_engine.model.adapters import Adapter, rows_of
 from actors.tiny_engine.model.forward import Weights, hidden_states, rope_table
 from runtime.models.blocks import Attention
 
@@ -42,6 +43,7 @@ class Prefilled(NamedTuple):
     ids: bytes
     state: Tensor  # [E]
     stamp: int
+    adapter: Adapter | None
 
 
 class KvSlots:
@@ -61,6 +63,7 @@ class KvSlots:
         self._num_truncating = 0
         self._num_floored = 0
         self._num_tempered = 0
+        self._num_adapted = 0
         self._cache = torch.empty(0)
         self._allocate(0)
 
@@ -122,7 +125,7 @@ class KvSlots:
     def clear(self) -> list[Request]:
         """Free all slots and return their requests, in slot order."""
         requests, self.requests, self._prefilled = self.requests, [], []
-        self._num_greedy = self._num_truncating = self._num_floored = self._num_tempered = 0
+        self._num_greedy = self._num_truncating = self._num_floored = self._num_tempered = self._num_adapted = 0
         return requests
 
     def free(self) -> None:
@@ -174,6 +177,7 @@ class KvSlots:
         self._num_truncating += sign * request.sampling.truncates
         self._num_floored += sign * (request.stopping.floor > 0)
         self._num_tempered += sign * (request.sampling.temperature != 1.0)
+        self._num_adapted += sign * (request.adapter is not None)
 
     def _split(self, requests: Sequence[Request]) -> tuple[dict[Request, bytes], dict[Request, int]]:
         """Return the requests to compute, with their tokens, and those to copy, with the slots to copy from.
@@ -181,14 +185,14 @@ class KvSlots:
         A prompt whose log-probs are wanted is computed: slots keep the last hidden state alone.
         """
         stamp, first = self.weights.stamp, len(self.requests)
-        holders = {each.ids: slot for slot, each in enumerate(self._prefilled) if each.stamp == stamp}
+        holders = {(each.ids, each.adapter): slot for slot, each in enumerate(self._prefilled) if each.stamp == stamp}
         computed: dict[Request, bytes] = {}
         copied: dict[Request, int] = {}
         for request in requests:
             ids = array("q", request.prompt_ids + request.output_ids).tobytes()
-            source = holders.get(ids)
+            source = holders.get((ids, request.adapter))
             if source is None or _wants_scores(request):
-                holders[ids] = first + len(computed)
+                holders[ids, request.adapter] = first + len(computed)
                 computed[request] = ids
             else:
                 copied[request] = source
@@ -199,11 +203,15 @@ class KvSlots:
         ids = [request.prompt_ids + request.output_ids for request in requests]
         ends = [len(row) for row in ids]
         longest = max(ends)
-        states = self._prefill_states(torch.tensor([row + [0] * (longest - len(row)) for row in ids]), first)
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        states = self._prefill_states(padded, first, [request.adapter for request in requests])
         self._score_prompts(list(requests), states)
         last = states[torch.arange(len(ends)), torch.tensor(ends) - 1]
         stamp = self.weights.stamp
-        self._prefilled += [Prefilled(own, state, stamp) for own, state in zip(requests.values(), last, strict=True)]
+        self._prefilled += [
+            Prefilled(own, state, stamp, request.adapter)
+            for (request, own), state in zip(requests.items(), last, strict=True)
+        ]
 
     def _copy(self, sources: Mapping[Request, int], first: int) -> None:
         """Fill the slots from `first` on with the keys and values of other slots, given with the requests."""
@@ -216,7 +224,7 @@ class KvSlots:
             if not request.output_ids:
                 request.num_cached = len(request.prompt_ids)
 
-    def _prefill_states(self, ids: Tensor, first: int) -> Tensor:
+    def _prefill_states(self, ids: Tensor, first: int, adapters: Sequence[Adapter | None]) -> Tensor:
         """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
         attention = self.weights.config.attention
         size, longest = ids.shape
@@ -235,7 +243,8 @@ class KvSlots:
             return mixed.transpose(1, 2).reshape(size, longest, -1)
 
         rope = self._rope[:longest]
-        return hidden_states(self.weights, F.embedding(ids, self.weights.embedding), rope[:, 0], rope[:, 1], attend)
+        x, rows = F.embedding(ids, self.weights.embedding), rows_of(adapters)
+        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend, rows)
 
     def _decode_states(self, positions: Tensor, longest: int) -> Tensor:
         """Hidden states [n, E] of the running requests' last tokens."""
@@ -257,7 +266,8 @@ class KvSlots:
 
         rope = self._rope[positions]
         x = F.embedding(self._ints[:num, _TOKEN], self.weights.embedding)
-        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend)
+        adapters = rows_of([request.adapter for request in self.requests]) if self._num_adapted else ()
+        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend, adapters)
 
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""

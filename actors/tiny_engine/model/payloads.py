@@ -84,6 +84,23 @@ def named_of(payload: str, load_format: str | None) -> Named:
     return named
 
 
+def dict_of(payload: str, load_format: str | None) -> dict[str, Tensor]:
+    """Decode the tensors of a LoRA adapter: a dict, unlike those of weights.
+
+    Raises:
+        ValueError: the payload does not match `load_format`.
+    """
+    if load_format is not None:
+        return dict(named_of(payload, load_format))
+    found = decoded(payload)
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__!r} object has no attribute 'items'")
+    tensors: dict[Any, Any] = found
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()):
+        raise ValueError("the payload is not a dict of names and tensors")
+    return tensors
+
+
 def _unflattened(flat: Tensor, metadata: Sequence[Any]) -> Named:
     return [
         (each.name, view(flat, each.start_idx, each.end_idx - each.start_idx, each.dtype, each.shape))
