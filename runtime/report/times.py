@@ -1,15 +1,26 @@
 """The account of a run's time as lines, among them the progress line, and as metrics of a step. Pure."""
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
-from messages import BatchTrained
+from messages import BatchTrained, Message
 from runtime.ledger.state import Evaluation, LedgerState, Stage
 from runtime.report.fold.account import Account
 from runtime.report.rows import MetricRow
 from runtime.util.formatting import count_of, duration
 
 SMALL: Final = 0.01  # share of the whole, of parts that the closing line adds up
+KINDS: Final = {  # of the account's steps, as wall time
+    "step": "steps that count",
+    "replay": "steps trained again",
+    "lost": "work lost by a stop of the run",
+    "start": "starts of the run",
+    "end": "after the last step",
+}
+RESTARTS: Final = "processes down or starting in steps"
+SINCE: Final = "since the newest step"
 
 
 def shares(account: Account) -> list[tuple[str, float, float]]:
@@ -52,6 +63,51 @@ def closing_line(account: Account) -> list[str]:
     shown = [*(each for each in found if each[2] >= SMALL), *rest]
     parts = [f"{part} {seconds:.3f} s ({share:.1%})" for part, seconds, share in shown]
     return [f"time      {_head(account)}: {', '.join(parts)}"] if account.num_timed else []
+
+
+class WallTime:
+    """Where the wall time of a run went, from its first event to its newest, by what counts for its weights.
+
+    `steps that count` is the effective training time: all of a step that was trained for the first time, but the time
+    that its processes were down or still starting.
+    """
+
+    def __init__(self) -> None:
+        self.account = Account()
+        self._seconds: Counter[str] = Counter()
+        self._newest = 0.0  # Unix time of the latest event: a clock may have been set back
+
+    def take(self, event: Message, time: float) -> None:
+        """Take the next event of the log, with its Unix time."""
+        step = self.account.apply(event, time)
+        self._newest = max(self._newest, time)
+        if step is None:
+            return
+        no_step = step.parts.get("faults", 0.0) + step.parts.get("start", 0.0) if step.what == "step" else 0.0
+        self._seconds[KINDS[step.what]] += step.seconds - no_step  # pyright: ignore[reportArgumentType] - any numbers
+        self._seconds[RESTARTS] += no_step  # pyright: ignore[reportArgumentType]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first event to the latest."""
+        return self._newest - self.account.began
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each kind. They add up to the wall time."""
+        rest = {"stopped": self.account.stopped_s, SINCE: max(0.0, self._newest - self.account.boundary)}
+        return {kind: seconds for kind, seconds in {**dict(self._seconds), **rest}.items() if seconds > 0}
+
+    def lines(self) -> Iterator[str]:
+        """Format it for people, the longest first."""
+        wall_s, seconds = self.wall_s, self.seconds()
+        if wall_s <= 0:
+            yield "the log has no time yet"
+            return
+        effective = seconds.get(KINDS["step"], 0.0) / wall_s
+        steps = count_of(self.account.num_steps, "step")
+        yield f"wall time    {duration(wall_s)}, {steps}; effective training time {effective:.1%}"
+        for kind, of_kind in sorted(seconds.items(), key=lambda item: -item[1]):
+            yield f"{kind:<36} {of_kind:>10.3f} s {of_kind / wall_s:>6.1%}"
 
 
 def time_metrics(account: Account, event: BatchTrained) -> MetricRow:

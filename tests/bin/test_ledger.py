@@ -122,7 +122,7 @@ def test_a_name_under_runs_is_found_and_told_for_people(ended: Path) -> None:
 
 
 def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
-    done = ledger(str(ended), "--group", "1")
+    done = ledger(str(ended), "--group", "1", "--json")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(event["seq"], event["type"]) for event in events] == [
@@ -134,6 +134,37 @@ def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
     ]
     assert events[0]["groups"] == [{"group_id": 1, "attempt": 0, "prompt": 1, "prompt_parts": []}]
     assert events[0]["time"] <= events[-1]["time"]
+
+
+def test_a_group_is_told_in_words(ended: Path) -> None:
+    told = ledger(str(ended), "--group", "3")
+    assert told.returncode == 0, told.stderr
+    samples = "1 sample (1 completed) with 0 tokens, mean reward 0.500"
+    done = f"rollout.policy.0: {samples}; rollout 0.000 s, scores 0.000 s"
+    assert [line.partition("  ")[2] for line in told.stdout.splitlines()] == [
+        "issued: attempt 0 in round 0, for weights v1",
+        "attempt 0 halted, rollout.policy.0 had no tokens yet",
+        "issued again: attempt 1 in round 1, for weights v1",
+        f"attempt 1 completed by {done}",
+        f"attempt 0 completed by {done}; too late, it changes nothing",
+        "verdict on attempt 1: keep",
+        "put into the batch of step 2",
+        "trained, as TrainerStarted implies",
+    ]
+
+
+def test_issued_samples_are_compared_with_trained_ones(ended: Path) -> None:
+    told = json_of(ledger(str(ended), "--bias", "--json"))
+    assert (told["issued"], told["trained"]) == (5, 4)
+    lines = ledger(str(ended), "--bias").stdout.splitlines()
+    assert lines[0] == "samples      4 of 5 issued are trained"
+    assert "too few samples" in lines[-1]
+
+
+def test_the_wall_time_is_told_and_adds_up(ended: Path) -> None:
+    told = json_of(ledger(str(ended), "--time", "--json"))
+    assert sum(told["seconds"].values()) == pytest.approx(told["wall_s"], rel=1e-6)
+    assert "effective training time" in ledger(str(ended), "--time").stdout
 
 
 def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp_path: Path) -> None:
@@ -148,7 +179,7 @@ def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp
         1: [("groups_issued", False), ("group_completed", False), ("buffer_started", True)],
     }
     for group_id, life in expected.items():
-        done = ledger(str(run_dir), "--group", str(group_id))
+        done = ledger(str(run_dir), "--group", str(group_id), "--json")
         told = [json.loads(line) for line in done.stdout.splitlines()]
         assert [(event["type"], event.get("kept_without_verdict", False)) for event in told] == life
 
@@ -219,7 +250,7 @@ def check_a_trimmed_run(run_dir: Path, *, live: bool) -> None:
     told = json_of(done)
     assert (told["live"], told["books"], told["trained"]) == (live, BOOKS, [[0, [0, 1]], [1, [3, 5]]])
     assert "may be a stranger's" not in done.stderr
-    group = ledger(str(run_dir), "--trust", "--group", "1")
+    group = ledger(str(run_dir), "--trust", "--group", "1", "--json")
     assert [json.loads(line)["seq"] for line in group.stdout.splitlines()] == [3, 6, 9, 10, 14]
 
 
@@ -298,7 +329,7 @@ def test_a_run_that_never_had_a_bus_has_no_log(tmp_path: Path) -> None:
 def test_a_wrong_call_is_wrong_input(ended: Path) -> None:
     assert ledger().returncode == 2
     assert ledger(str(ended), "--group", "x").returncode == 2
-    assert ledger(str(ended), "--group", "1", "--json").returncode == 2
+    assert ledger(str(ended), "--group", "1", "--bias").returncode == 2
 
 
 def test_an_interrupted_command_leaves_no_server(ended: Path, tmp_path: Path) -> None:

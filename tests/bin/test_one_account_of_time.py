@@ -21,6 +21,7 @@ from messages import Message
 from runtime.node.reopen import find_run
 from runtime.report.fold.spans import Span
 from runtime.report.report import Report
+from runtime.report.times import KINDS, WallTime
 from tests.support.archived_run import make_archived_run
 from tests.support.commands import called
 
@@ -54,6 +55,18 @@ def near(parts: Seconds) -> Any:
 
 def steps_of(told: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {step["step"]: step for step in told["steps"] if step["what"] == "step"}
+
+
+def test_the_wall_time_is_of_steps_that_count_and_of_the_rest(recorded: tuple[Path, Events, dict[str, Any]]) -> None:
+    """All of it, and no step that was trained again counts."""
+    _, events, told = recorded
+    wall = WallTime()
+    for message, _, time in events:
+        wall.take(message, time)
+    seconds = wall.seconds()
+    assert math.fsum(seconds.values()) == pytest.approx(wall.wall_s, rel=1e-6)
+    count = sum(step["end"] - step["begin"] for step in steps_of(told).values())
+    assert 0 < seconds[KINDS["step"]] <= count + 1e-6
 
 
 def test_the_closing_line_and_the_rows_say_what_watch_says(recorded: tuple[Path, Events, dict[str, Any]]) -> None:
