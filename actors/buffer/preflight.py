@@ -16,8 +16,9 @@ from actors.buffer.prompts.source_process import (
     drawn_twice,
     source_settings,
 )
-from actors.buffer.prompts.tokenizing import RENDERING_BYTES, Tokenizing, TooMuch, load_tokenizing
+from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
+from runtime.data.chat_template import RENDERING_BYTES, TooMuch
 from runtime.data.data_files import DataError
 from runtime.functions.load import PluginError
 from runtime.models.directory import LOADING_BYTES

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import actors.preflight  # noqa: F401 - here once, not in the process of each check
-from actors.buffer.prompts.tokenizing import RENDERING_BYTES, FastTokenizing, TooMuch
+from actors.buffer.prompts.tokenizing import FastTokenizing
 from bin.start_topology import main
+from runtime.data.chat_template import RENDERING_BYTES, TooMuch
 from runtime.models.config import LARGEST, ModelError, read_model
 from runtime.models.safetensors import MAX_HEADER_BYTES, MAX_TENSORS, read_tensors
 from runtime.util.memory import MemoryLimit

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from actors.buffer.prompts.tokenizing import CLOSE, OPEN, Messages, Tokenizing
+from actors.buffer.prompts.tokenizing import Messages, Tokenizing
 from runtime.data.chat import ANSWERS
+from runtime.data.chat_template import CLOSE, OPEN
 from runtime.util.formatting import show
 
 TRAINED: Final = ANSWERS  # role whose turns are trained
