@@ -185,6 +185,65 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         yield from linear("linear_proj", "o_proj", hidden, self.heads * self.value_dim)
 
 
+class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gated delta net: linear attention, whose value heads have a state each, behind a short causal convolution."""
+
+    key_heads: int
+    value_heads: int  # several in a row share the query and key of a key head
+    key_dim: int
+    value_dim: int
+    width: int  # of the convolution: positions that one depends on, its own among them
+    is_fused: bool = False  # the files have all rows of a key head together, and not those of all queries
+
+    @property
+    def shared(self) -> int:
+        """Number of value heads of each key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Number of channels that pass the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def products(self, length: int) -> float:
+        """Return the multiplications with states for a sequence: to correct, to write, and to read them."""
+        return 3.0 * self.value_heads * self.key_dim * self.value_dim * length
+
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
+        yield "linear_num_key_heads", self.key_heads
+
+    def projected(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Return the rows of both input projections. Those of a key head are a group: query, key, values; gates."""
+        key, value, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
+        if self.is_fused:
+            return {"in_proj_qkvz": 2 * key + 2 * value}, {"in_proj_ba": 2 * heads}
+        return {"q_proj": key, "k_proj": key, "v_proj": value}, {
+            "in_proj_z": value,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        first, second = self.projected()
+        groups, is_joined = self.key_heads, not self.is_fused
+        joined = "in_proj_qkv" if is_joined else ""
+        yield from fused("linear_qkv", first, hidden, joined=joined, groups=groups, is_stored_joined=is_joined)
+        yield from fused("linear_gates", second, hidden, joined="" if self.is_fused else "in_proj_zba", groups=groups)
+        rows = {"q": self.key_heads * self.key_dim, "k": self.key_heads * self.key_dim}
+        filters = {f"conv1d.{part}": (size, 1, self.width) for part, size in (rows | {"v": self._values}).items()}
+        yield Weight("conv", filters, groups, joined="conv1d.weight", is_stored_joined=True)
+        yield Weight("dt_bias", {"dt_bias": (self.value_heads,)})
+        yield Weight("A_log", {"A_log": (self.value_heads,)})
+        yield Weight("norm", {"norm.weight": (self.value_dim,)})
+        yield from linear("linear_proj", "out_proj", hidden, self._values)
+
+    @property
+    def _values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
 class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """SwiGLU."""
 

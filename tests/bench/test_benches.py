@@ -20,6 +20,7 @@ TINY = {
     "batches": "--groups 2 --samples 2 --response 8 --times 1",
     "bus": "--messages 64 --repeats 1",
     "delta": "--small --runs 1",
+    "delta_net": "--tokens 128 --times 2",
     "demo": "--steps 3 --starts 0",
     "gae": "--samples 4 --tokens 300 --repeats 1",
     "dispatch": "--engines 2 --slots 4 --samples 2 --seconds 1 --spill-every-s 0.5 --token-ms 2 --mean 192 --waves 2",

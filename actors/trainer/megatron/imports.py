@@ -66,6 +66,9 @@ _NAMES: Final = {
     "checkpoint": "tensor_parallel",
     "IdentityOp": "transformer.identity_op",
     "set_tensor_model_parallel_attributes": "tensor_parallel.layers",
+    "MegatronModule": "transformer.module",
+    "SelfAttention": "transformer.attention",
+    "sharded_state_dict_default": "transformer.utils",
 }
 
 
@@ -160,5 +163,8 @@ TransformerLayer: Any = _parts["TransformerLayer"]
 get_transformer_layer_offset: Any = _parts["get_transformer_layer_offset"]
 IdentityOp: Any = _parts["IdentityOp"]
 recomputed: Any = _parts["checkpoint"]
+MegatronModule: Any = _parts["MegatronModule"]
+SelfAttention: Any = _parts["SelfAttention"]
+sharded_state_dict_default: Any = _parts["sharded_state_dict_default"]
 set_tensor_model_parallel_attributes: Any = _parts["set_tensor_model_parallel_attributes"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

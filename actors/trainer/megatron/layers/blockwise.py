@@ -80,19 +80,23 @@ class Row(NamedTuple):
             return (Pair(*everything, is_first=True, mask=hidden),)
         return tuple(self._pairs(window))
 
-    def _pairs(self, window: int | None) -> Iterator[Pair]:
+    def stretches(self) -> tuple[Ints, Ints]:
+        """Return the first position of each stretch of one sample or prompt, and its prompt's stretch; -1: none."""
         changes = (np.diff(self.sequences) != 0) | (np.diff(self.owners) != 0)
-        segments = np.concatenate([[0], np.cumsum(changes)])  # stretches of one sample, or of one prompt
         starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
-        unit_starts = np.searchsorted(self.sequences, np.arange(self.sequences[-1] + 1))
-        of_queries = segments[self.kept]
+        of_unit = np.searchsorted(self.sequences[starts], self.sequences[starts])  # first stretch of each one's unit
+        shares = (self.owners[starts[of_unit]] == PROMPT) & (of_unit < np.arange(len(starts)))
+        return starts, np.where(shares, of_unit, -1)
+
+    def _pairs(self, window: int | None) -> Iterator[Pair]:
+        starts, prompts = self.stretches()
+        of_queries = np.searchsorted(starts, self.kept, side="right") - 1
         breaks = np.flatnonzero((np.diff(self.kept) != 1) | (np.diff(of_queries) != 0)) + 1
         bounds = [0, *breaks.tolist(), len(self.kept)]
         for row, end in pairwise(bounds):
             number, first = int(of_queries[row]), int(self.kept[row])
-            own, prompt = int(starts[number]), int(segments[unit_starts[self.sequences[first]]])
-            shares = prompt < number and self.owners[starts[prompt]] == PROMPT
-            seen = [(int(starts[prompt]), int(starts[prompt + 1]))] if shares else []
+            own, prompt = int(starts[number]), int(prompts[number])
+            seen = [(int(starts[prompt]), int(starts[prompt + 1]))] if prompt >= 0 else []
             size = end - row if window is None else min(max(window, QUERIES[0]), QUERIES[1])
             for at in range(0, end - row, size):
                 queries = slice(row + at, min(row + at + size, end))

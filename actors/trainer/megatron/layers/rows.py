@@ -16,6 +16,7 @@ from actors.trainer.data.prompts import PADDING, PROMPT
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 from actors.trainer.megatron.layers.blockwise import Plan, Row
+from actors.trainer.megatron.layers.delta_rule import Chunks
 
 SHORT_UNIT: Final = 192  # positions up to which units are computed whole: a call for each sample takes 4 times longer
 
@@ -106,6 +107,11 @@ class PackedRow(PackedSeqParams):
         if self._shared is None or self._context.size > 1 or int(self._lengths.max()) > SHORT_UNIT:
             return None
         return _units(self._lengths, self._row.owners, self._device)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The row's positions as linear attention computes them."""
+        return Chunks.of(self._row, self._device)
 
     def plan(self, window: int | None) -> Plan:
         """Return the ranges of queries and keys of attention on the CPU, cached by window.
