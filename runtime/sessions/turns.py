@@ -69,6 +69,7 @@ class TurnSampling(Struct, frozen=True):
     top_k: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # of clients that send a prompt as tokens
 
 
 class TurnRequest(Struct, frozen=True):
@@ -111,9 +112,17 @@ class TurnAnswer(Struct, frozen=True):
 
 
 class TurnRefused(Exception):
-    """A request that gets no answer: what the client did wrong, in words for its user."""
+    """A request that gets no answer: what the client did wrong, in words for its user.
 
-    def __init__(self, kind: RefusalKind, reason: str) -> None:
+    Args:
+        kind: of the refusal.
+        reason: for the client's user.
+        num_tokens: of the prompt, if it does not fit.
+        max_tokens: that the model's context has room for.
+    """
+
+    def __init__(self, kind: RefusalKind, reason: str, num_tokens: int = 0, max_tokens: int = 0) -> None:
         super().__init__(reason)
         self.kind: RefusalKind = kind
         self.reason = reason
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
