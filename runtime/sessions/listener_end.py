@@ -34,7 +34,7 @@ from runtime.sessions.link import (
 )
 from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
 
-MAX_ENDED: Final = 65_536  # names of ended sessions that are told from unknown ones
+MAX_ENDED: Final = 65_536  # names of ended sessions, whose keys get another status than unknown ones
 
 
 def _end_of(ask: Ask) -> Refused | Said:
