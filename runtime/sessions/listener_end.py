@@ -69,7 +69,6 @@ class ListenerEnd:
 
     Args:
         run_dir: gets the socket.
-        url: where agents reach the listener.
         hold_s: time for which a call waits for a rollout actor that is away, in seconds.
         turn_s: time for a whole call, in seconds.
         num_actors: rollout actors that will connect. Before all have, an unknown key is no wrong one.
@@ -87,7 +86,7 @@ class ListenerEnd:
         self._waiting: dict[str, _Waiting] = {}
         self.on_end: Callable[[str], None] = lambda session: None
         self.model, self.max_tokens = "", 0
-        self.url = ""
+        self.url = ""  # where agents reach the listener; set before `serve`
 
     @property
     def num_waiting(self) -> int:
