@@ -50,6 +50,7 @@ class GroupAborted(Message, kw_only=True, tag="group_aborted"):
     round: int
     instance: str
     samples: tuple[SampleSummary, ...] = ()
+    held: int | UnsetType = UNSET  # generate functions that wait in that process for the next attempt; not sent: none
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

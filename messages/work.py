@@ -54,6 +54,7 @@ class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False)
     baseline: bool = False  # whether to add a greedy sample, which is scored and not trained
     carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts: finished samples, tokens to continue from
     prefers: str | UnsetType = UNSET  # rollout actor whose engines may have these tokens in their caches; not sent: any
+    held: int | UnsetType = UNSET  # generate functions of the group that wait there; not sent: none
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

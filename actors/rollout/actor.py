@@ -37,6 +37,7 @@ from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.failures import action_of, policy_of
 from actors.rollout.samples.generate_function import KEY as GENERATE_KEY
 from actors.rollout.samples.generate_function import KeyedFunction
+from actors.rollout.samples.held import FOLLOWED, OF_OTHERS, Episodes
 from actors.rollout.samples.rollout_function import RolloutCalls, rollout_function_of
 from actors.rollout.samples.sampling_function import SamplingFunction
 from actors.rollout.samples.scoring import Scorer
@@ -58,6 +59,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    GroupsClosed,
     KillAnswered,
     KillRequested,
     LocalCopyGiven,
@@ -68,6 +70,8 @@ from messages import (
     PromptStored,
     RolloutRequested,
     RoundHalted,
+    RunFailed,
+    RunFinished,
     ScoreRequested,
     ScoreRequestsLost,
     ScoresGiven,
@@ -94,7 +98,7 @@ from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.derived import reward_keys
 from runtime.settings.owners import ActorShare
-from runtime.settings.placement import UpdateLimits
+from runtime.settings.placement import UpdateLimits, num_engines
 from runtime.settings.topology import (
     POLICY,
     Topology,
@@ -121,7 +125,7 @@ class RolloutActor(Actor):
     """Generates and scores prompt groups on its engines.
 
     A crash loses only the tokens since the last spill: the tasks are redelivered after the ack wait, and continue from
-    the spilled segments.
+    the spilled segments. Generate functions that were held over a halt run again.
     """
 
     reads = (
@@ -129,6 +133,13 @@ class RolloutActor(Actor):
         EvalRequested,
         EvalSetRequested,
         RoundHalted,
+        GroupsClosed,
+        GroupCompleted,
+        GroupAborted,
+        GroupFailed,
+        SegmentsSpilled,
+        RunFinished,
+        RunFailed,
         TrainerStarted,
         WeightsAnnounced,
         EvalIssued,
@@ -202,6 +213,8 @@ class RolloutActor(Actor):
         self._published = PublishedFiles(UpdateLimits.of(self._pool) if self._pool.verify != "never" else None)
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
+        slots = self._pool.concurrency * num_engines(self._pool)
+        self._episodes = Episodes(most=slots, limit_s=topology.rollout.generate_timeout_s)
         self._waits: list[Callable[[], str]] = []
         self._pools: dict[str, FrozenPool] = {}
 
@@ -233,12 +246,12 @@ class RolloutActor(Actor):
                 updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
-            self._waits.append(tools.rollout_calls.waits_for)
+            self._waits += [tools.rollout_calls.waits_for, self._episodes.waits_for]
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
                 group.start_soon(frozen.run, self._bus, self._topology)
-            await group.start(self._sampling.run)
-            await group.start(tools.scorer.run)
+            for begin in (self._sampling.run, tools.scorer.run, self._episodes.run):
+                await group.start(begin)
             group.start_soon(self._ownership.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
@@ -347,6 +360,7 @@ class RolloutActor(Actor):
             on_exception=action_of(self._topology.rollout.on_exception),
             reward_keys=reward_keys(self._topology.algorithm),
             conversations=self._conversations,
+            episodes=self._episodes if self._topology.rollout.on_halt == "resume" else None,
             reward_per=reward.per,
             sample_fields=sample_fields(reward),
             function_pools={name: self._answering_pool(name) for name in self._topology.rollout.pools},
@@ -453,10 +467,12 @@ class RolloutActor(Actor):
         """
         target = self._target
         types = (RoundHalted, TrainerStarted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
-        of_others = () if self._share.is_alone else (WeightsApplied, WeightsLost)
+        types += FOLLOWED
+        of_others = () if self._share.is_alone else (WeightsApplied, WeightsLost, *OF_OTHERS)
         async with self._bus.read(*types, *of_others) as events:
             while True:
                 received = await events.next()
+                self._episodes.note(received and received.message, self._bus.name)
                 match received and received.message:
                     case RoundHalted(round=round):
                         running.halt(round)

@@ -7,6 +7,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    GroupsClosed,
     GroupsIssued,
     Outcome,
     SampleSummary,
@@ -134,7 +135,8 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
         return ended, *close(state, event.group_id, state.failed, reason)
     state.baselines += completed and event.baseline is not None
     by_hand = group.round <= state.ended_by_hand  # a person may halt a round before its groups get an engine
-    group.fruitless += not completed and not by_hand and not _goes_on(group.carried, samples)
+    is_held = isinstance(event, GroupAborted) and bool(event.held)  # by functions that may work longer than a round
+    group.fruitless += not completed and not by_hand and not is_held and not _goes_on(group.carried, samples)
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
     describe(group, samples)
@@ -149,6 +151,11 @@ def _goes_on(before: Iterable[SampleSummary], after: Iterable[SampleSummary]) ->
         for some in (tuple(before), tuple(after))
     )
     return more_tokens > tokens or more_scores > scores
+
+
+def closed_by(event: object) -> tuple[Sequence[int], str]:
+    """Return the groups that get no further attempt from an event of the log on, and why."""
+    return (event.group_ids, event.reason) if isinstance(event, GroupsClosed) else ((), "")
 
 
 def wrong_count(event: GroupCompleted, num_samples: int) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from actors.buffer.deciding.decide import EvalPlan, Schedule
 from messages import (
@@ -119,20 +120,23 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, state: Ledg
 
 
 class PrefixHolders:
-    """Remembers which of several rollout actors aborted a group: its engines have the group's tokens in their caches.
+    """Remembers which of several rollout actors aborted a group: its functions or its tokens are there.
 
     A hint for the next attempt, not part of the ledger: a buffer that starts again knows none.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._is_needed = len(rollout_places(topology)) > 1 and topology.rollout.on_halt == "resume"
-        self._holders: dict[int, str] = {}  # instances by group, until the group is issued again or ends
+        # instances, and numbers of functions, by group, until the group is issued again or ends
+        self._holders: dict[int, tuple[str, int]] = {}
 
     def note(self, event: Message) -> None:
         """Note an event of the log."""
         match event:
-            case GroupAborted() if self._is_needed and any(sample.response_len for sample in event.samples):
-                self._holders[event.group_id] = event.instance
+            case GroupAborted() if self._is_needed and (
+                event.held or any(sample.response_len for sample in event.samples)
+            ):
+                self._holders[event.group_id] = event.instance, event.held or 0
             case GroupAborted() | GroupCompleted() | GroupFailed():
                 self._holders.pop(event.group_id, None)
             case _:
@@ -143,7 +147,8 @@ class PrefixHolders:
         holder = self._holders.pop(task.group_id, None) if isinstance(task, RolloutRequested) else None
         if holder is None or not isinstance(task, RolloutRequested) or not task.carried:
             return task
-        return msgspec.structs.replace(task, prefers=holder)
+        instance, num_held = holder
+        return msgspec.structs.replace(task, prefers=instance, held=num_held or UNSET)
 
 
 def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mapping[int, int]) -> bool:

@@ -7,7 +7,7 @@ else than before has a mismatch, and its sample is not trained as it is.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Final
 
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
@@ -114,6 +114,7 @@ class Conversation(Context):
         pools: Mapping[str, AskPool] = NO_POOLS,
         give_up: GiveUp = gives_up_nothing,
         key: str = KEY,
+        running: "set[Conversation] | None" = None,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
@@ -121,6 +122,7 @@ class Conversation(Context):
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
         self._grade, self._give_up = grade, give_up
+        self._running_ones = set[Conversation]() if running is None else running  # holds it while its function runs
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason, self.key = "", key  # why it failed, and the setting that brought the function
         self._end: SampleStatus | None = None  # that the function set
@@ -238,6 +240,13 @@ class Conversation(Context):
         Raises:
             FunctionFailed: the function raised, took too long, requested no turn, or set what no event can carry.
         """
+        self._running_ones.add(self)
+        try:
+            return await self._run_to_its_end(function)
+        finally:
+            self._running_ones.discard(self)
+
+    async def _run_to_its_end(self, function: GenerateFunction) -> SampleStatus:
         run = self._run
         run.let_work()
         failed: BaseException | None = None
@@ -300,6 +309,14 @@ class Conversation(Context):
     def kept_open(self) -> AbstractContextManager[None]:
         """Let no time of the function pass in this block: another function decides what its sample does next."""
         return self._run.waiting()
+
+    def pause(self) -> None:
+        """Copy what the function has done to the sample, whose group is given back while the function goes on."""
+        for each in self.all:
+            with suppress(TypeError, ValueError):  # what no event can carry fails the sample at the function's end
+                each.settle()
+        for part in self._sample.parts:
+            part.status = SampleStatus.ABORTED
 
     def halt(self) -> None:
         """Halt the sample at its next wait. A running request ends first and keeps its tokens."""

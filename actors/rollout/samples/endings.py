@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
+from msgspec import UNSET
 
 from actors.rollout.samples.failures import MAX_REASON_CHARS
 from actors.rollout.samples.garbled import signs_of
@@ -41,6 +42,7 @@ class Endings:
     task: RolloutRequested
     lease: str
     instance: str
+    num_held: int = 0  # functions of an aborted group that wait here for its next delivery
 
     def of(self, run: "GroupRun") -> Ending:
         """Return the ending of a finished run: completed, aborted by a halt, or failed for lack of a reward."""
@@ -93,6 +95,7 @@ class Endings:
             lease=self.lease,
             instance=self.instance,
             samples=tuple(samples),
+            held=self.num_held or UNSET,
         )
 
     def failed(self, reason: str) -> GroupFailed:

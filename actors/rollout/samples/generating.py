@@ -14,6 +14,7 @@ from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Outcome
 from actors.rollout.samples.conversation import Conversation, FunctionFailed, FunctionUnusable, GenerateFunction
 from actors.rollout.samples.generate_function import KEY, KeyedFunction, is_deterministic
+from actors.rollout.samples.held import Delivery, Episode, HeldGroup
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.rollout_function import KEY as ROLLOUT_KEY
 from actors.rollout.samples.rollout_function import one_turn
@@ -33,8 +34,17 @@ STORE_S: Final = 5.0  # seconds for which a halted function waits for a store; t
 class Generation:
     """The requests and conversations of one group."""
 
-    def __init__(self, task: GroupTask, tools: GroupDependencies, store: SegmentStore) -> None:
-        """Generate for a task; segments go to the store, which the caller flushes after the last one of a sample."""
+    def __init__(
+        self, task: GroupTask, tools: GroupDependencies, store: SegmentStore, held: HeldGroup | None = None
+    ) -> None:
+        """Generate for a task; segments go to the store, which the caller flushes after the last one of a sample.
+
+        Args:
+            task: of the group.
+            tools: what all groups use.
+            store: takes the segments.
+            held: samples and functions of an earlier delivery, which go on.
+        """
         self.engine = EngineNumbers()
         self.last_engine = ""  # that answered the newest request; empty: unknown
         self._task = task
@@ -44,8 +54,11 @@ class Generation:
         if self._function is None and rollout is not None:
             self._function = KeyedFunction(KEY, one_turn)
         self._reopens_all = getattr(rollout, "reopens_samples", False)
+        self._is_recipes = rollout is None  # no rollout function, which runs again, decides what the functions do
         self._store = store
-        self._conversations: list[Conversation] = []
+        self._kept = frozenset[int]() if held is None else frozenset(held.samples)
+        self.episodes: dict[int, Episode] = {} if held is None else held.episodes  # that have not ended, by sample
+        self._conversations: list[Conversation] = []  # of functions that end at a halt
         self._num_requests = 0
         self._begun: dict[int, Callable[[], None]] = {}  # by sample
         self._halted = False
@@ -99,8 +112,12 @@ class Generation:
         self._halted = True
         for conversation in self._conversations:
             conversation.halt()
+        for episode in self.episodes.values():
+            episode.halt()
 
     def _is_open(self, sample: OpenSample) -> bool:
+        if sample.index in self.episodes:  # it ends as its function does
+            return True
         if not sample.finished and tokens_left(sample, self._task.sampling.max_new_tokens) <= 0:
             sample.status = SampleStatus.TRUNCATED
         return not sample.finished
@@ -109,12 +126,15 @@ class Generation:
         """Reopen an unscored sample with all its turns, so that its user-defined function runs again.
 
         The function's text between the turns is stored nowhere, but is needed for the score. Siblings may come from
-        different deliveries of a task; a replay shows whether they belong together.
+        different deliveries of a task; a replay shows whether they belong together. A sample that this process still
+        has needs none.
 
         Args:
             sample: of the group.
             again: whether the rollout function goes through ended samples too.
         """
+        if sample.index in self._kept:
+            return False
         if self._function is None or not (sample.unscored or (sample.finished and (again or sample.siblings))):
             return False
         for part in sample.parts:
@@ -140,38 +160,38 @@ class Generation:
         sample.give_up(f"{own.key}: it did something else each time it ran again")
 
     async def _run_function(self, own: KeyedFunction, sample: OpenSample) -> Conversation | None:
-        """Run the function once; return its conversation, None if the round was halted before."""
+        """Run the function, or let it go on; return its conversation, None if it failed or was halted."""
         if self._halted:
             return None
-        conversation = Conversation(
-            self._task.prompt,
-            sample,
-            params=self._params(sample),
-            ask=self._ask_for_turn,
-            model=self._tools.model,
-            keep=self._keep,
-            trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
-            limit_s=self._tools.function_limit_s,
-            evaluation=self._task.round is None,
-            grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
-            pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},
-            give_up=self._task.give_up,
-            key=own.key,
-        )
-        self._conversations.append(conversation)
-        self._tools.conversations.add(conversation)
+        episodes = self._tools.episodes
+        is_held = episodes is not None and self._task.round is not None and self._is_recipes
         try:
-            status = await conversation.run(own.function)
+            if episodes is not None and is_held:
+                episode = self.episodes.get(sample.index)
+                if episode is None:
+                    episode = self.episodes[sample.index] = Episode()
+                    episodes.start(episode, self._conversation(own, sample, episode), own.function)
+                conversation = episode.conversation
+                assert conversation is not None
+                if not await episode.carried_by(Delivery(self._ask_for_turn, self._keep, self._task.give_up)):
+                    conversation.pause()
+                    return None
+                del self.episodes[sample.index]
+                status = episode.status()
+            else:
+                conversation = self._conversation(own, sample)
+                self._conversations.append(conversation)
+                try:
+                    status = await conversation.run(own.function)
+                finally:
+                    self._conversations.remove(conversation)
         except FunctionFailed as error:
             await self._tools.outcomes.failed(self._task, error)
             action = self._tools.on_exception if self._task.round is not None else "drop_sample"
             if action == "drop_group" or isinstance(error, FunctionUnusable):
                 raise
             sample.fail_function(str(error), action, self._tools.reward_keys)
-            return conversation
-        finally:
-            self._tools.conversations.discard(conversation)
-            self._conversations.remove(conversation)
+            return None
         if not self._halted:
             await self._tools.outcomes.worked(self._task)
         if status is SampleStatus.FAILED:
@@ -179,6 +199,25 @@ class Generation:
         else:
             sample.status = status
         return conversation
+
+    def _conversation(self, own: KeyedFunction, sample: OpenSample, episode: Episode | None = None) -> Conversation:
+        """Return the conversation of a function that begins. With an episode it is not bound to this delivery."""
+        return Conversation(
+            self._task.prompt,
+            sample,
+            params=self._params(sample),
+            ask=self._ask_for_turn if episode is None else episode.ask,
+            model=self._tools.model,
+            keep=self._keep if episode is None else episode.keep,
+            trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
+            limit_s=self._tools.function_limit_s,
+            evaluation=self._task.round is None,
+            grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
+            pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},
+            give_up=self._task.give_up if episode is None else episode.give_up,
+            key=own.key,
+            running=self._tools.conversations,
+        )
 
     async def _keep(self, sample: OpenSample) -> None:
         """Store the tokens that a service gave as a turn. A halt or a timeout of the function comes afterwards."""

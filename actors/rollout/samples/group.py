@@ -10,6 +10,7 @@ from anyio.abc import TaskGroup
 from actors.rollout.pools.columns import SampleColumns
 from actors.rollout.samples.conversation import GenerateFunction
 from actors.rollout.samples.generating import Generation
+from actors.rollout.samples.held import HeldGroup
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.rollout_function import PromptGroup, RolloutFunction
 from actors.rollout.samples.sample import OpenSample
@@ -28,7 +29,13 @@ class GroupRun:
     A sample is scored as soon as it has its tokens, while they are stored and other samples generate.
     """
 
-    def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: GroupDependencies) -> None:
+    def __init__(
+        self,
+        task: GroupTask,
+        samples: Sequence[OpenSample],
+        tools: GroupDependencies,
+        held: HeldGroup | None = None,
+    ) -> None:
         self._samples = samples
         self.spilled_at = time.monotonic()  # or started
         self.generated_s = 0.0  # seconds from the start to the last token
@@ -45,7 +52,7 @@ class GroupRun:
         )
         self._columns = SampleColumns(task, tools.bus, tools.pools_of(task.prompt.data))
         self._store = SegmentStore(task, samples, tools.bus)
-        self._generation = Generation(task, tools, self._store)
+        self._generation = Generation(task, tools, self._store, held)
         self._tasks: TaskGroup | None = None  # runs scoring, columns and spilling
         self._is_generated = False
         self._queued_s = 0.0
@@ -80,6 +87,11 @@ class GroupRun:
     def complete(self) -> bool:
         """Whether every sample is finished and scored and has its columns, or failed."""
         return self.generated and not any(sample.unscored or self._columns.missing(sample) for sample in self.samples)
+
+    @property
+    def held(self) -> HeldGroup:
+        """The samples, and the functions that wait for another delivery, after a halt."""
+        return HeldGroup.of(self._task.attempt, self._samples, self._generation.episodes)
 
     async def run(self, slots: GroupSlots) -> None:
         """Process all samples to their end, or until the round is halted.

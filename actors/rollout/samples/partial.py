@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from actors.rollout.samples.held import HeldGroup
 from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit
 from actors.rollout.samples.tasks import GroupTask
 from messages import (
@@ -190,10 +191,16 @@ class Inheritance:
             return task.carried
         return longest(task.carried, given.samples)
 
-    async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
-        """Return the group's samples, restored from earlier attempts where possible."""
+    async def samples(
+        self, task: RolloutRequested, carried: Sequence[SampleSummary], held: HeldGroup | None = None
+    ) -> list[OpenSample]:
+        """Return the group's samples: those that are held, and others restored from earlier attempts where possible."""
+        kept = {} if held is None else held.samples
         samples = fresh_samples(task.num_samples, task.prompt.prompt_ids, baseline=task.baseline)
+        samples = [kept.get(sample.index, sample) for sample in samples]
         for sample in samples:
+            if sample.index in kept:
+                continue
             summaries = sorted((one for one in carried if one.index == sample.index), key=lambda one: one.part)
             try:
                 segments = [[await self._segment(ref) for ref in summary.segments] for summary in summaries]

@@ -45,6 +45,8 @@ ACK_WAIT_S = 5.0  # tasks of a crashed rollout actor are redelivered to another 
 POISON = (RequestRefused, MessageRefused, ValueError)
 EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
 MAX_PASSES = 3  # deliveries of a resumed group to other actors than the one that has its prefix
+MAX_HELD_PASSES = 40  # the same for one whose functions are held: another actor has to run them again
+PASS_S = 0.25  # before such a group is delivered again
 GIVE_BACK_S = 2.0  # to give tasks back at shutdown
 STORE_S = 10.0  # to store samples before their tasks are handed over
 HANDED_OVER_S = 1.0  # before a task that is handed over comes again: the buffer reads what was stored of it
@@ -142,18 +144,19 @@ class TaskRunner:
                 deliveries.prefetch = self.slots.free // size  # groups that can start too are fetched together
                 delivery = await anext(deliveries)
                 while self._prefers_another(delivery):
-                    await delivery.redeliver()
+                    await delivery.redeliver(PASS_S if delivery.message.held else 0.0)
                     delivery = await anext(deliveries)
                 need(delivery.message.min_version)
                 group.start_soon(self._run_group, tools, delivery, slots)
 
     def _prefers_another(self, delivery: Delivery[RolloutRequested]) -> bool:
-        """Whether to let another rollout actor have a group, whose engines have its tokens in their caches.
+        """Whether to let another rollout actor have a group, which holds its functions or has its tokens in its caches.
 
-        That one may have no slot now, or be gone: after MAX_PASSES any takes it.
+        That one may have no slot now, or be gone: after some passes any takes it.
         """
         prefers = delivery.message.prefers or self._bus.name
-        return prefers != self._bus.name and delivery.num_delivered <= MAX_PASSES
+        passes = MAX_HELD_PASSES if delivery.message.held else MAX_PASSES
+        return prefers != self._bus.name and delivery.num_delivered <= passes
 
     async def pull_evals(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
         """Run the items of evaluations. Never returns. Arguments as of `pull_groups`."""
@@ -241,19 +244,23 @@ class TaskRunner:
         try:
             task = await with_prompt(self._bus, delivery.message)
         except PayloadLost as error:
+            if tools.episodes is not None:
+                tools.episodes.let_go([delivery.message.group_id], "its prompt is lost")
             return endings.failed(f"prompt: {error}")
         endings = replace(endings, task=task)
-        samples = await self._inheritance.samples(task, carried)
+        held = None if tools.episodes is None else tools.episodes.take(task.group_id, carried)
+        samples = await self._inheritance.samples(task, carried, held)
 
         async def give_up(reason: str) -> None:
             await self._give_up(delivery, partial(endings.publish, self._bus, endings.failed(reason)))
 
         group_rm = self._topology.reward.group_rm
-        run = GroupRun(training_task(task, endings.lease, group_rm=group_rm, give_up=give_up), samples, tools)
-        reason = None
+        run = GroupRun(training_task(task, endings.lease, group_rm=group_rm, give_up=give_up), samples, tools, held)
+        reason, goes_on = None, False
         self._runs.add(run)
         try:
             await run.run(slots)
+            goes_on = True
         except* EnginesUnwilling as errors:
             raise InputError(str(flatten(errors)[0])) from errors
         except* POISON as errors:
@@ -261,9 +268,14 @@ class TaskRunner:
             await self._show(errors)
         finally:
             self._runs.discard(run)
+            if not goes_on:
+                run.held.end()
         await self._stay_given_up(delivery)
         if reason is None:
-            return endings.of(run)
+            if tools.episodes is None or run.complete:
+                return endings.of(run)
+            tools.episodes.hold(task.group_id, held := run.held)
+            return replace(endings, num_held=len(held.episodes)).of(run)
         log.warning("group_failed", reason=reason)
         return endings.failed(reason)
 

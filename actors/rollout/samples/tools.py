@@ -11,6 +11,7 @@ from actors.rollout.samples.evaluation_function import EvaluationFunction
 from actors.rollout.samples.failures import Action, FailurePolicy
 from actors.rollout.samples.function_outcomes import FunctionOutcomes
 from actors.rollout.samples.generate_function import KeyedFunction
+from actors.rollout.samples.held import Episodes
 from actors.rollout.samples.rollout_function import RolloutCalls, RolloutFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
@@ -33,6 +34,7 @@ class GroupDependencies:
     outcomes: FunctionOutcomes  # of the calls of generate functions
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
+    episodes: Episodes | None = None  # functions that live over halts; None: halted groups do not go on
     eval_generate: Mapping[str, KeyedFunction] = field(default_factory=dict[str, KeyedFunction])  # by set
     eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
     prompt_first: bool = False  # engines find the prompt of a group in their cache, if one request came before

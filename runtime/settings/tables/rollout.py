@@ -116,11 +116,13 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # What running requests do during a weight update: end first ("drain"), be aborted and continued ("abort"), or be
     # frozen ("retract" recomputes their KV cache, "in_place" keeps it).
     on_weight_update: Harmless[Literal["drain", "abort", "retract", "in_place"]] = "drain"
-    # Seconds that one request may take. If engines that are up answer no request for this long, the run ends.
+    # Seconds that one request may take. If engines that are up answer no request for this long, the run ends. A
+    # generate function is held over a halt for at most this long.
     generate_timeout_s: Positive = 14_400
     # Generate during an evaluation, and train if `max_staleness` is above 0. If false, both wait until it ends.
     eval_overlap: Harmless[bool] = True
     # Number of attempts at a prompt group that may bring neither a token nor a score. Then the group is dropped.
+    # Attempts whose generate functions are held over their halt do not count.
     max_attempts: Positive = 5
     # Number of groups that may be dropped or fail in a row before the run fails. By default 16 times
     # `over_sampling_batch_size`.

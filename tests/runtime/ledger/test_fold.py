@@ -50,6 +50,18 @@ def test_a_group_given_back_untouched_is_pooled_too() -> None:
     assert log.state.books().closed
 
 
+@pytest.mark.parametrize(("held", "closed"), [(msgspec.UNSET, True), (2, False)])
+def test_attempts_without_a_token_do_not_count_while_functions_are_held(held: Any, closed: bool) -> None:
+    """A tool may take longer than many rounds."""
+    log = Log(rollout_batch_size=1, max_attempts=1)
+    log.announce(0)
+    log.decide()
+    log.add(GroupAborted(group_id=0, attempt=0, lease="l", round=0, instance="r", held=held))
+    log.decide()
+    assert (0 not in log.state.groups) is closed
+    assert log.state.books().closed
+
+
 def test_a_late_result_of_an_older_attempt_changes_nothing() -> None:
     log = Log(rollout_batch_size=1, over_sampling_batch_size=2)
     log.announce(0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import UNSET
 
@@ -162,16 +163,21 @@ def test_the_next_attempt_prefers_the_actor_that_aborted_the_last_one_with_token
     requested = rollout_task(two, group(carried=(tokens,)), prompts(), LedgerState())
     anew = rollout_task(two, group(), prompts(), LedgerState())
 
-    def preferred(topology: Topology, task: RolloutRequested, *samples: SampleSummary) -> Any:
+    def preferred(topology: Topology, task: RolloutRequested, *samples: SampleSummary, held: Any = UNSET) -> Any:
         holders = PrefixHolders(topology)
-        holders.note(GroupAborted(group_id=7, attempt=1, lease="l", round=3, instance="rollout.1", samples=samples))
+        aborted = GroupAborted(group_id=7, attempt=1, lease="l", round=3, instance="rollout.1", samples=samples)
+        holders.note(msgspec.structs.replace(aborted, held=held))
         hinted = holders.hinted(task)
         assert holders.hinted(task) is task  # a hint is for one attempt
         assert isinstance(hinted, RolloutRequested)
+        assert hinted.held is held or hinted.prefers is UNSET
         return hinted.prefers
 
     assert preferred(two, requested, tokens) == "rollout.1"
     assert preferred(two, requested, none) is UNSET
+    assert (
+        preferred(two, rollout_task(two, group(carried=(none,)), prompts(), LedgerState()), none, held=1) == "rollout.1"
+    )
     assert preferred(two, anew, tokens) is UNSET  # it starts over
     assert preferred(laptop(), requested, tokens) is UNSET  # there is no other actor
     assert preferred(laptop("rollout.on_halt=restart"), requested, tokens) is UNSET

@@ -81,7 +81,7 @@ async def test_turns_are_segments_and_what_stands_between_them_does_not_train(bu
 @pytest.mark.parametrize(
     ("function", "first"), [("calculator", [7, 8]), ("calculator_with_another_prompt", [50, 51, 52])]
 )
-async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(
+async def test_a_halted_conversation_goes_on_in_another_process_in_the_turn_where_it_was(
     bus: Bus, router_url: str, function: str, first: list[int]
 ) -> None:
     """Its function runs again; the first turn is returned without an engine, the second one continued."""
@@ -102,6 +102,7 @@ async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(
             await bus.publish(RoundHalted(incarnation=1, round=0))
             aborted, _ = await next_event(bus, GroupAborted)
             assert isinstance(aborted, GroupAborted)
+        async with rollout_actor(bus, router_url, [engine], with_function(function)):
             await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
             event = await completed(bus)
         group.cancel_scope.cancel()

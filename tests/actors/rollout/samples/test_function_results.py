@@ -50,7 +50,7 @@ async def ending(
 async def resumed(
     bus: Bus, router_url: str, name: str, *, held: int, graded: bool = True
 ) -> tuple[Message, ScriptedEngine]:
-    """Halt a task during its request number `held`, and run it again with what it had."""
+    """Halt a task during its request number `held`, and run it again with what it had, in another process."""
     engine = ScriptedEngine()
 
     def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
@@ -68,6 +68,7 @@ async def resumed(
             await bus.publish(RoundHalted(incarnation=1, round=0))
             aborted, _ = await next_event(bus, GroupAborted)
             assert isinstance(aborted, GroupAborted)
+        async with rollout_actor(bus, router_url, [engine], with_function(name)):
             await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
             event, _ = await next_event(bus, GroupCompleted, GroupFailed)
         group.cancel_scope.cancel()
