@@ -172,11 +172,16 @@ def _of_class(kind: type, not_keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for name, value in vars(kind).items():
         if isinstance(value, property) and value.fset is not None:
             yield name, None
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    for method in ast.walk(tree):
+    for method in ast.walk(_tree_of(kind)):
         if isinstance(method, ast.FunctionDef) and method.name not in LOADING:
             yield from _taken(method)
             yield from ((key, value) for key, value in _asked(method, "self") if key not in not_keys)
+
+
+@cache
+def _tree_of(kind: type) -> ast.Module:
+    """Parse a class, which `inspect` finds by parsing its whole module."""
+    return ast.parse(textwrap.dedent(inspect.getsource(kind)))
 
 
 def _taken(method: ast.FunctionDef) -> Iterator[tuple[str, Any]]:

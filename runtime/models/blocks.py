@@ -7,6 +7,7 @@ are those that most families use.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -109,7 +110,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None  # None: the layer knows no positions
+    scale: float | None = None  # of scores; None: the inverse root of head_dim
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # an RMSNorm of each head's query and key
@@ -245,9 +247,10 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Mlp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """SwiGLU."""
+    """A gated linear unit."""
 
     size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate: SwiGLU, or GeGLU with the approximation by tanh
     bias: bool = False
     is_stored_joined: bool = False  # the files have gate and up in one tensor
 
@@ -382,6 +385,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
+    embedding_scale: float = 1.0  # factor of embedded tokens
+    has_centred_norms: bool = False  # an RMSNorm multiplies by 1 plus its weight
     names: tuple[tuple[str, str], ...] = ()  # pieces of names that the files spell otherwise than the blocks
 
     def spelled(self, weights: Iterable[Weight]) -> Iterator[Weight]:
@@ -399,6 +404,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers[0].attention
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+
+    @property
     def mla(self) -> Mla | None:
         """MLA; None: queries, keys and values are projected directly."""
         return self.attention if isinstance(self.attention, Mla) else None
@@ -407,6 +417,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def experts(self) -> Experts | None:
         """Experts of the layers that have them; None: no layer has."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    @property
+    def activation(self) -> str:
+        """Activation of the gates, which all layers have in common."""
+        return next((layer.mlp.activation for layer in self.layers if isinstance(layer.mlp, Mlp)), "silu")
 
     @property
     def has_dense_layers(self) -> bool:

@@ -15,7 +15,6 @@ from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
 from runtime.models.family import Family, family_of
 from runtime.models.problems import Content, Problems
-from runtime.models.readers import DecoderKeys
 from runtime.models.safetensors import MAX_TENSORS
 
 LARGEST: Final = {  # by key of config.json; a larger value is taken for a mistake, or for an attack on memory
@@ -104,7 +103,7 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
     sorted_keys, large = sort_keys(values, family), [*_large(values)]
     problems += [*sorted_keys.problems, *large]
     defaults = config_table().reads(family.architecture)
-    keys = problems.struct(content, DecoderKeys, defaults)
+    keys = problems.struct(content, family.decoder, defaults)
     of_attention = problems.struct(content, family.attention, defaults)
     of_mlps = problems.struct(content, family.mlp, defaults)
     if keys is None or large:
@@ -124,6 +123,8 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
         tie_word_embeddings=keys.tie_word_embeddings,
         layers=tuple(Layer(own, mlp, family.norms) for own, mlp in zip(attention, mlps, strict=True)),
         names=tuple(family.names.items()),
+        embedding_scale=keys.embedding_scale,
+        has_centred_norms=keys.has_centred_norms,
     )
     problems += _many_tensors(shape)
     return ModelDescription(

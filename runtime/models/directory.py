@@ -40,8 +40,8 @@ COPIED_FILES: Final = (  # the files of an export, except its weights
 MAX_CONFIG_BYTES: Final = (
     16 << 20
 )  # of a JSON file or a template; the largest known one has 0.3 MB without a vocabulary
-MAX_TOKENIZER_BYTES: Final = 64 << 20  # Gemma 3's has 33 MB
-LOADING_BYTES: Final = 768 << 20  # memory that opening tokenizer.json may take; Gemma 3's takes less than half of it
+MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest that is published has 33 MB
+LOADING_BYTES: Final = 768 << 20  # memory that opening tokenizer.json may take; that one takes less than half of it
 MAX_ENTRIES: Final = 100_000  # files and folders of a directory
 _CODE: Final = re.compile(r"[A-Za-z]\w*")  # name of a module that auto_map may name
 T = TypeVar("T")

@@ -28,6 +28,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str  # of transformers
     title: str  # models of it, for people
     architecture: str  # class of transformers
+    decoder: type[DecoderKeys] = DecoderKeys
     attention: type[AttentionKeys]
     mlp: type[MlpKeys]
     norms: Norms = Norms()  # of each layer
@@ -42,7 +43,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def readers(self) -> tuple[type[msgspec.Struct], ...]:
         """The structs that read config.json."""
-        return DecoderKeys, self.attention, self.mlp
+        return self.decoder, self.attention, self.mlp
 
     @property
     def built_keys(self) -> frozenset[str]:

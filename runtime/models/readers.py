@@ -5,7 +5,7 @@ default of transformers' class, unless the default here is None; the others are 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
 
@@ -30,6 +30,7 @@ class DecoderKeys(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     eos_token_id: int | tuple[int, ...] | None = None
     initializer_range: float = 0.02
+    has_centred_norms: ClassVar[bool] = False  # an RMSNorm multiplies by 1 plus its weight
     dtype: str | None = None  # transformers 5
     torch_dtype: str | None = None  # transformers 4
 
@@ -37,6 +38,11 @@ class DecoderKeys(msgspec.Struct, frozen=True, kw_only=True):
     def weights_dtype(self) -> str:
         """Dtype of the weights."""
         return self.dtype or self.torch_dtype or "float32"
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embedded tokens."""
+        return 1.0
 
     def problems(self) -> Iterator[str]:
         """Yield each value that is not supported."""
@@ -172,6 +178,44 @@ class LateWindowKeys(SwitchedWindowKeys, frozen=True, kw_only=True):
         return index >= self.max_window_layers if self.layer_types is None else super().is_windowed(index)
 
 
+class LayeredRopeKeys(WindowKeys, frozen=True, kw_only=True):
+    """Keys of attention whose layers with a window have a rotary embedding of their own.
+
+    The RoPE keys of transformers 4 are those of the layers without a window. transformers 5 has both by their kind.
+    """
+
+    theta: ClassVar[float] = 10000.0  # of layers without a window, if no key has it
+    window_theta: ClassVar[float] = 10000.0
+
+    def rope(self) -> Rope:
+        """Read the rotary embedding of layers without a window."""
+        return self._rope_of("full_attention", self.rope_theta or self.theta, self.rope_scaling)
+
+    def window_rope(self) -> Rope:
+        """Read the rotary embedding of layers with the window."""
+        return self._rope_of("sliding_attention", self.window_theta, None)
+
+    def _rope_of(self, kind: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
+        """Read the rotary embedding of a kind of layers, given what transformers 4 has of it."""
+        parameters: Any = (self.rope_parameters or {}).get(kind) or {}
+        if not isinstance(parameters, dict):
+            raise ValueError(f"rope_parameters of {kind} is not an object")
+        own = cast("dict[str, Any]", parameters)
+        keys = RopeKeys(rope_theta=theta, rope_scaling=scaling, rope_parameters=own)
+        return read_rope(keys, share=self.rope_share, stretching=self.rope_type)
+
+    def of_layer(self, block: Attention, index: int) -> Attention:
+        """Return the block of one layer, given that of all layers."""
+        rope = self.window_rope() if self.is_windowed(index) else block.rope
+        return msgspec.structs.replace(super().of_layer(block, index), rope=rope)
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if other := {*(self.rope_parameters or {})} - {"full_attention", "sliding_attention"}:
+            yield f"rope_parameters has {min(other)!r}; supported: 'full_attention' and 'sliding_attention'"
+
+
 class LatentKeys(AttentionKeys, frozen=True, kw_only=True):
     """Keys of multi-latent attention."""
 
@@ -226,6 +270,7 @@ class LatentKeys(AttentionKeys, frozen=True, kw_only=True):
 class MlpKeys(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the MLPs of a model without experts."""
 
+    activations: ClassVar[tuple[str, ...]] = ("silu",)  # supported in hidden_act
     num_hidden_layers: int
     intermediate_size: int
     hidden_act: str = "silu"
@@ -254,8 +299,9 @@ class MlpKeys(msgspec.Struct, frozen=True, kw_only=True):
         """Yield each value that is not supported."""
         if self.intermediate_size < 1:
             yield f"intermediate_size {self.intermediate_size} is not positive"
-        if self.hidden_act != "silu":
-            yield f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'"
+        if self.hidden_act not in self.activations:
+            supported = ", ".join(map(repr, self.activations))
+            yield f"hidden_act {self.hidden_act!r} is not supported; supported: {supported}"
 
 
 class ExpertKeys(MlpKeys, frozen=True, kw_only=True):

@@ -73,12 +73,13 @@ class Rope(msgspec.Struct, frozen=True):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     yarn: Yarn | None = None  # of rope_type "yarn"
+    divisor: float = 1.0  # of all frequencies, of rope_type "linear"
     is_interleaved: bool = False  # neighbouring coordinates are rotated, not those of both halves
 
     @property
     def is_stretched(self) -> bool:
         """Whether frequencies are scaled."""
-        return self.factor != 1.0 or self.yarn is not None
+        return self.factor != 1.0 or self.divisor != 1.0 or self.yarn is not None
 
     @property
     def amplitude(self) -> float:
@@ -93,6 +94,8 @@ class Rope(msgspec.Struct, frozen=True):
         """Scale the frequencies of a head's planes."""
         if self.yarn is not None:
             return self.yarn.stretched(frequencies, self.theta)
+        if self.divisor != 1.0:
+            return [frequency / self.divisor for frequency in frequencies]
         return [self._stretched(frequency) for frequency in frequencies]
 
     def _stretched(self, frequency: float) -> float:
@@ -157,6 +160,8 @@ def _scaled(
             f"rope_type is {kinds[0]!r} in rope_scaling and {kinds[1]!r} in rope_parameters: they must be equal"
         )
     try:
+        if kind == "linear":
+            return Rope(theta=theta, divisor=_number(parameters, "factor"))
         return _yarn(theta, parameters, of_heads) if kind == "yarn" else _llama3(theta, parameters)
     except KeyError as error:
         raise ValueError(f"rope_type {kind!r} lacks {error}") from error

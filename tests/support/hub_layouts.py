@@ -308,6 +308,31 @@ LAYOUTS: Final[dict[str, Layout]] = {
         {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None, "add_prefix_space": True},
         template_file="tokenizer_config.json",
     ),
+    "gemma-3-1b-it": Layout(
+        {
+            **OLD_TYPE,
+            **{key: value for key, value in SIZES.items() if key != "hidden_act"},
+            **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False},
+            **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid"},
+            **{"bos_token_id": "<bos>", "eos_token_id": ["<eos>", "<end_of_turn>"], "pad_token_id": "<pad>"},
+            **{"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16},
+            **{"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000},
+            **{"sliding_window": 8, "sliding_window_pattern": 2, "transformers_version": "4.50.0.dev0"},
+        },
+        {
+            **{"bos_token_id": "<bos>", "eos_token_id": ["<eos>", "<end_of_turn>"], "pad_token_id": "<pad>"},
+            **{"cache_implementation": "hybrid", "do_sample": True, "top_k": 64, "top_p": 0.95},
+        },
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        "{{- bos_token }}{%- for message in messages %}"
+        "{{- '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}",
+        "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n",
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": None},
+        template_file="tokenizer_config.json",
+        unread=("cache_implementation",),
+    ),
     "DeepSeek-V3": Layout(
         {
             **DEEPSEEK,

@@ -8,7 +8,7 @@ Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D h
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ CHECKSUM_DIGITS: Final = 16
 SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _STAMPS: Final = itertools.count(1)
+Waves = Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and signed sines of positions, by rotary embedding
 Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
 
 
@@ -64,6 +65,7 @@ class Weights:
         for layer in self.layers:
             if layer.attention.head_norms:
                 norms = torch.stack([layer.held[f"self_attention.{kind}_layernorm.weight"] for kind in ("q", "k")])
+                norms = norms.float() + 1.0 if self.config.has_centred_norms else norms
                 repeats = torch.tensor([layer.attention.heads, layer.attention.kv_heads])
                 layer.qk_scale = norms.repeat_interleave(repeats, dim=0)
 
@@ -183,7 +185,7 @@ def _load_file(weights: Weights, file: Path, num_mtp_layers: int) -> None:
 
 
 def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: torch.dtype = torch.float32) -> Weights:
-    """Initialize weights at random: norms 1, biases 0, others normal with `std` and rounded to `dtype`.
+    """Initialize weights at random: norms multiply by 1, biases are 0, others normal and rounded to `dtype`.
 
     Args:
         config: shape of the model.
@@ -197,7 +199,7 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: 
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in weights.named.items():
         if tensor.dim() == 1 and name.endswith(".weight"):
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if config.has_centred_norms else 1.0)
         elif name.endswith("bias"):
             tensor.zero_()
         else:
@@ -241,49 +243,68 @@ def swapped(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
 
 
-def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: Rows = ()) -> Tensor:
-    """Run all blocks and the final norm.
+def hidden_states(weights: Weights, ids: Tensor, waves: Waves, attend: Attend, adapters: Rows = ()) -> Tensor:
+    """Embed tokens, and run all blocks and the final norm.
 
     Args:
         weights: the model.
-        x: embedded tokens, [N, E].
-            cos: cosines of the tokens' positions; broadcasts against [N, H + K, D].
-            sin: signed sines, likewise (`rope_table`).
-            attend: stores a layer's new keys and values and computes attention.
-            adapters: LoRA adapters, with the rows of the first dimension of N that each computes.
+        ids: tokens, [N].
+        waves: cosines and signed sines of the tokens' positions for each rotary embedding (`rope_table`); they
+            broadcast against [N, H + K, D].
+        attend: stores a layer's new keys and values and computes attention.
+        adapters: LoRA adapters, with the rows of the first dimension of N that each computes.
 
     Returns:
         Normalized hidden states, [N, E].
     """
-    eps = weights.config.rms_norm_eps
+    config = weights.config
+    x = F.embedding(ids, weights.embedding)
+    if config.embedding_scale != 1.0:
+        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as in transformers
     for index, layer in enumerate(weights.layers):
-        held, attention = layer.held, layer.attention
+        held = layer.held
         own = [(adapter.layers[index], rows) for adapter, rows in adapters]
-        heads, size = attention.heads, attention.head_dim
-        num_rotated = heads + attention.kv_heads
-        qkv = _linear(_normed(x, held, "input_layernorm", eps), layer, "self_attention.linear_qkv", own)
-        qkv = qkv.view(*x.shape[:-1], num_rotated + attention.kv_heads, size)
-        normed = rotated = qkv[..., :num_rotated, :]
-        if layer.qk_scale is not None:
-            normed = F.rms_norm(rotated, (size,), None, eps) * layer.qk_scale
-        other = swapped(normed, attention.rope)
-        torch.addcmul(normed * cos, other, sin, out=rotated)  # in place: keeps keys next to values
-        mixed = attend(index, qkv[..., :heads, :], qkv[..., heads:, :])
-        x = x + _normed(_linear(mixed, layer, "self_attention.linear_proj", own), held, "self_attn_bda", eps)
-        normed = _normed(x, held, "pre_mlp_layernorm", eps)
+        normed = _normed(x, held.get("input_layernorm.weight"), config)
+        mixed = attend(index, *_queries_and_keys(normed, layer, config, waves, own))
+        added = _linear(mixed, layer, "self_attention.linear_proj", own)
+        x = x + _normed(added, held.get("self_attn_bda.weight"), config)
+        normed = _normed(x, held.get("pre_mlp_layernorm.weight"), config)
         if isinstance(layer.mlp, Experts):
             added = experts_output(normed, held, layer.mlp)
         else:
             gate, up = _linear(normed, layer, "mlp.linear_fc1", own).chunk(2, -1)
-            added = _linear(F.silu(gate) * up, layer, "mlp.linear_fc2", own)
-        x = x + _normed(added, held, "mlp_bda", eps)
-    return F.rms_norm(x, x.shape[-1:], weights.norm, eps)
+            gate = F.silu(gate) if layer.mlp.activation == "silu" else F.gelu(gate, approximate="tanh")
+            added = _linear(gate * up, layer, "mlp.linear_fc2", own)
+        x = x + _normed(added, held.get("mlp_bda.weight"), config)
+    return _normed(x, weights.norm, config)
 
 
-def _normed(x: Tensor, held: dict[str, Tensor], name: str, eps: float) -> Tensor:
-    """Normalize by a norm of the layer, if it has one of this name."""
-    weight = held.get(f"{name}.weight")
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+def _queries_and_keys(
+    x: Tensor, layer: Layer, config: ModelShape, waves: Waves, adapters: Sequence[LayerRows]
+) -> tuple[Tensor, Tensor]:
+    """Return rotated queries [N, H, D], and rotated keys next to values [N, 2K, D]."""
+    attention = layer.attention
+    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
+    qkv = _linear(x, layer, "self_attention.linear_qkv", adapters)
+    qkv = qkv.view(*x.shape[:-1], heads + 2 * kv_heads, size)
+    normed = rotated = qkv[..., : heads + kv_heads, :]
+    if layer.qk_scale is not None:
+        normed = (F.rms_norm(rotated, (size,), None, config.rms_norm_eps) * layer.qk_scale).to(x.dtype)
+    if attention.rope is not None:
+        cos, sin = waves[attention.rope]
+        torch.addcmul(normed * cos, swapped(normed, attention.rope), sin, out=rotated)
+    elif normed is not rotated:
+        rotated.copy_(normed)
+    return qkv[..., :heads, :], qkv[..., heads:, :]
+
+
+def _normed(x: Tensor, weight: Tensor | None, config: ModelShape) -> Tensor:
+    """Apply an RMSNorm. None: there is no norm."""
+    if weight is None:
+        return x
+    if config.has_centred_norms:  # 1 plus the weight would be rounded in bfloat16
+        return F.rms_norm(x.float(), weight.shape, weight.float() + 1.0, config.rms_norm_eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
 
 
 def _linear(x: Tensor, layer: Layer, name: str, adapters: Sequence[LayerRows]) -> Tensor:

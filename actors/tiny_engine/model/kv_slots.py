@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
 from actors.tiny_engine.model.adapters import Adapter, rows_of
-from actors.tiny_engine.model.forward import Weights, hidden_states, rope_table
+from actors.tiny_engine.model.forward import Waves, Weights, hidden_states, rope_table
 from runtime.models.blocks import Attention
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
@@ -138,6 +138,11 @@ class KvSlots:
         block = self.weights.config.layers[layer].attention
         return (block.window or 0) if isinstance(block, Attention) else 0
 
+    def _scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's scores. None: the inverse root of the head size."""
+        block = self.weights.config.layers[layer].attention
+        return block.scale if isinstance(block, Attention) else None
+
     def _allocate(self, capacity: int) -> None:
         config, attention = self.weights.config, self.weights.config.attention
         heads, size = 2 * attention.kv_heads, attention.head_dim
@@ -149,7 +154,7 @@ class KvSlots:
             self._cache[:, :, :, :used] = old
         self._rows = [layer.view(-1, size) for layer in self._cache]  # a row per slot, head and position
         self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
-        self._rope = rope_table(attention.rope, size, capacity).to(dtype)  # rounded as in transformers
+        self._ropes = {rope: rope_table(rope, size, capacity).to(dtype) for rope in config.ropes}  # as transformers
         self._range = torch.arange(capacity)
 
     def _reserve(self, length: int) -> None:
@@ -238,13 +243,11 @@ class KvSlots:
             keys, values = cached.repeat_interleave(repeats, 1).chunk(2, 1) if repeats > 1 else cached.chunk(2, 1)
             mask = seen.get(self._window(layer))
             mixed = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None
+                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale(layer)
             )
             return mixed.transpose(1, 2).reshape(size, longest, -1)
 
-        rope = self._rope[:longest]
-        x, rows = F.embedding(ids, self.weights.embedding), rows_of(adapters)
-        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend, rows)
+        return hidden_states(self.weights, ids, self._waves(slice(longest)), attend, rows_of(adapters))
 
     def _decode_states(self, positions: Tensor, longest: int) -> Tensor:
         """Hidden states [n, E] of the running requests' last tokens."""
@@ -262,12 +265,16 @@ class KvSlots:
             grouped = queries.reshape(num, kv_heads, -1, size)  # heads that share keys become query positions
             keys, values = cached[:, :kv_heads], cached[:, kv_heads:]
             mask = masks.get(self._window(layer), everything)
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(num, -1)
+            scale = self._scale(layer)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(num, -1)
 
-        rope = self._rope[positions]
-        x = F.embedding(self._ints[:num, _TOKEN], self.weights.embedding)
         adapters = rows_of([request.adapter for request in self.requests]) if self._num_adapted else ()
-        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend, adapters)
+        return hidden_states(self.weights, self._ints[:num, _TOKEN], self._waves(positions), attend, adapters)
+
+    def _waves(self, places: Tensor | slice) -> Waves:
+        """Return cosines and sines of positions, by rotary embedding."""
+        chosen = {rope: table[places] for rope, table in self._ropes.items()}
+        return {rope: (table[:, 0], table[:, 1]) for rope, table in chosen.items()}
 
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""

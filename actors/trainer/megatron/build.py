@@ -1,5 +1,6 @@
 """Builds Megatron's GPTModel from a Hugging Face config, with our attention, head and sequence-parallel norms."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +21,7 @@ from actors.trainer.megatron.imports import (
     get_transformer_layer_offset,
     parallel_state,
 )
-from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
+from actors.trainer.megatron.layers.attention import CoreAttention, HeadAttention, MlaAttention, Rotary
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
@@ -40,9 +41,10 @@ class RmsNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self._eps = eps
+        self._is_centred: bool = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self._eps, is_centred=self._is_centred)
 
 
 class MlaNorm(RmsNorm):
@@ -80,7 +82,8 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
-    layers, rope = _layer_spec(model, config, virtual_stage), model.attention.rope
+    layers, ropes = _layer_spec(model, config, virtual_stage), model.ropes
+    rope = ropes[0] if ropes else Rope()
     built = Model(
         config=config,
         transformer_layer_spec=layers,
@@ -98,8 +101,10 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     )
     if model.has_value_head and built.post_process:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
-    if rope.is_stretched and model.mla is None:
-        _stretch(built.rotary_pos_emb, rope)
+    if model.mla is None:
+        _set_frequencies(built.rotary_pos_emb, ropes)
+    if built.pre_process:
+        built.embedding.word_embeddings.scale = model.embedding_scale
     built.to(torch.cuda.current_device(), config.params_dtype)  # Megatron makes a gate of experts on the CPU
     for _, bias in expert_biases(built):
         bias.data = bias.data.float()  # Megatron keeps them in float32
@@ -113,10 +118,15 @@ def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in built.named_buffers() if name.endswith("router.expert_bias")]
 
 
-def _stretch(embedding: Any, rope: Rope) -> None:
-    """Set scaled frequencies. Megatron's own options fix some of their parameters."""
-    frequencies = rope.stretched(embedding.inv_freq.tolist())
-    embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
+def _set_frequencies(embedding: Any, ropes: Sequence[Rope]) -> None:
+    """Set scaled frequencies, or several sets of them. Megatron's own options fix some of their parameters."""
+    exponents = torch.arange(len(embedding.inv_freq), dtype=torch.float32) / len(embedding.inv_freq)
+    frequencies = [torch.tensor(rope.stretched((1.0 / rope.theta**exponents).tolist())) for rope in ropes]
+    if len(ropes) > 1:
+        embedding.__class__ = Rotary
+        embedding.inv_freq = torch.stack(frequencies).to(embedding.inv_freq.device)
+    elif ropes and ropes[0].is_stretched:
+        embedding.inv_freq = frequencies[0].to(embedding.inv_freq.device)
 
 
 def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
@@ -132,6 +142,9 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         _set_norms(layer, of_model.norms, config)
         values = _core_values(of_model.attention) if isinstance(of_model.attention, Attention) else {}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
+        if isinstance(of_model.attention, Attention) and (of_model.attention.rope,) != model.ropes:
+            layer.self_attention.module = HeadAttention
+            layer.self_attention.params |= {"rope": _place(of_model.attention.rope, model.ropes)}
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = Router
             layer.mlp.submodules.experts.module = GroupedExperts
@@ -142,6 +155,11 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block
+
+
+def _place(rope: Rope | None, ropes: Sequence[Rope]) -> int | None:
+    """Return the place of a layer's rotary embedding among those of all layers. None: the layer has none."""
+    return None if rope is None else ropes.index(rope)
 
 
 def _set_norms(layer: Any, norms: Norms, config: Any) -> None:
@@ -160,8 +178,10 @@ def _core_values(attention: Attention) -> dict[str, Any]:
 
     Queries and keys are rotated as a whole, so that a factor of both is one of their products.
     """
-    amplitude = attention.rope.amplitude
-    scale = None if amplitude == 1.0 else attention.head_dim**-0.5 * amplitude**2
+    amplitude = 1.0 if attention.rope is None else attention.rope.amplitude
+    scale = attention.scale
+    if amplitude != 1.0:
+        scale = (attention.head_dim**-0.5 if scale is None else scale) * amplitude**2
     return {"window": attention.window, "has_sinks": attention.has_sinks, "scale": scale}
 
 

@@ -37,6 +37,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         kv_channels=attention.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
+        layernorm_zero_centered_gamma=model.has_centred_norms,
         gated_linear_unit=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -64,14 +65,17 @@ def _heads(attention: Attention) -> dict[str, Any]:
     return {
         "add_qkv_bias": attention.qkv_bias,
         "qk_layernorm": attention.head_norms,
-        "rotary_interleaved": attention.rope.is_interleaved,
+        "rotary_interleaved": attention.rope is not None and attention.rope.is_interleaved,
     }
 
 
 def _activation(model: HfConfig) -> dict[str, Any]:
     clamped = None if model.experts is None else model.experts.clamped
-    if clamped is None:
+    if clamped is None and model.activation == "silu":
         return {"add_bias_linear": False, "activation_func": F.silu, "bias_activation_fusion": True}  # layers/fused.py
+    if clamped is None:
+        geglu = partial(F.gelu, approximate="tanh")
+        return {"add_bias_linear": False, "activation_func": geglu, "bias_activation_fusion": False}
     return {
         "add_bias_linear": True,
         "activation_func": partial(_sigmoid_unit, gain=clamped.gain),

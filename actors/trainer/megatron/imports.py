@@ -22,6 +22,7 @@ def quiet() -> Generator[None]:
 
 _NAMES: Final = {
     "GPTModel": "models.gpt",
+    "RotaryEmbedding": "models.common.embeddings.rotary_pos_embedding",
     "TransformerConfig": "transformer.transformer_config",
     "MLATransformerConfig": "transformer.transformer_config",
     "MLASelfAttention": "transformer.multi_latent_attention",
@@ -121,6 +122,7 @@ _parts = _import()
 parallel_state: Any = _parts["parallel_state"]
 dist_checkpointing: Any = _parts["dist_checkpointing"]
 GPTModel: Any = _parts["GPTModel"]
+RotaryEmbedding: Any = _parts["RotaryEmbedding"]
 TransformerConfig: Any = _parts["TransformerConfig"]
 MLATransformerConfig: Any = _parts["MLATransformerConfig"]
 MLASelfAttention: Any = _parts["MLASelfAttention"]

@@ -85,7 +85,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
         if name.endswith("bias"):
             return torch.zeros(shape)
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.zeros(shape) if model.has_centred_norms else torch.ones(shape)
         return _normal(shape, seed, name) * model.initializer_range
 
     return draw

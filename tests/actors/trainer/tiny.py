@@ -65,6 +65,14 @@ OF_KIND: dict[str, dict[str, Any]] = {  # keys of each family, with values that 
     },
     "deepseek_v3": {**LATENTS, **SIGMOIDS, "n_group": 2, "topk_group": 1},
 }
+OF_KIND["gemma3_text"] = {
+    **{"head_dim": 6, "query_pre_attn_scalar": 5, "sliding_window": 5, "rms_norm_eps": 1e-3, "initializer_range": 0.3},
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    },
+}
 OF_KIND["gpt_oss"] = {
     "intermediate_size": 24,
     "num_local_experts": 4,

@@ -14,6 +14,8 @@ from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import (
     MLASelfAttention,
+    RotaryEmbedding,
+    SelfAttention,
     make_sharded_tensors_for_checkpoint,
     parallel_state,
     set_tensor_model_parallel_attributes,
@@ -282,6 +284,33 @@ def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor
     both = _StackRanks.apply(torch.cat([key, value], dim=-1), group)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]
+
+
+class Rotary(RotaryEmbedding):
+    """Megatron's rotary embedding with several sets of frequencies, [sets, d / 2], for layers that differ in it."""
+
+    inv_freq: Tensor
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of all positions, [s, sets, 1, d]. A layer selects one of the sets."""
+        self.inv_freq = self.inv_freq.to(torch.cuda.current_device())
+        places = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=self.inv_freq.device)
+        angles = places[:, None, None] * self.inv_freq
+        both = angles.repeat_interleave(2, -1) if self.rotary_interleaved else torch.cat([angles, angles], dim=-1)
+        return both[:, :, None]
+
+
+class HeadAttention(SelfAttention):
+    """Megatron's attention in a layer whose rotary embedding is one of several, or that has none."""
+
+    def __init__(self, *args: Any, rope: int | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rope = rope  # its place among the sets of `Rotary`; None: no rotary embedding
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Return what the layer adds to the residual, without a bias, and the bias."""
+        angles = None if self._rope is None else rotary_pos_emb[:, self._rope : self._rope + 1]
+        return super().forward(hidden_states, rotary_pos_emb=angles, **options)
 
 
 class _Down(nn.Module):

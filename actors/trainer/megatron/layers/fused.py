@@ -113,9 +113,21 @@ def _scaled(values: Tensor, wide: Tensor, scale: Tensor) -> Tensor:
     return wide * scale if wide is values else wide.mul_(scale)
 
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide values by the root mean square along the last dimension, and multiply by a weight."""
-    if values.is_cuda or values.dtype not in (torch.float32, torch.bfloat16):  # torch has a kernel that sums in float32
+def rms_norm(values: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False) -> Tensor:
+    """Divide values by the root mean square along the last dimension, and multiply by a weight.
+
+    Args:
+        values: [..., n].
+        weight: [n].
+        eps: Added to the mean square.
+        is_centred: Multiply by 1 plus the weight, a sum that bfloat16 would round.
+    """
+    if is_centred:
+        weight = (weight.float() if weight.dtype is torch.bfloat16 else weight) + 1.0
+    elif values.is_cuda or values.dtype not in (
+        torch.float32,
+        torch.bfloat16,
+    ):  # torch has a kernel that sums in float32
         return F.rms_norm(values, weight.shape, weight, eps)
     normal: Any = _RmsNorm.apply(values, weight, eps)
     return normal

@@ -115,9 +115,16 @@ class Embedding(VocabParallelEmbedding):
     """Megatron's vocabulary-parallel embedding, which on the CPU adds only the gradients of the rows used."""
 
     adds_rows = False  # Megatron's overlapped reduction waits for a gradient of each parameter from autograd
+    scale = 1.0  # of the rows
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the rows of token ids [b, s], [b, s, h]."""
+        """Return the scaled rows of token ids [b, s], [b, s, h]."""
+        rows = self._rows(input_)
+        if self.scale == 1.0:
+            return rows
+        return rows * torch.tensor(self.scale, dtype=rows.dtype)  # rounded to this dtype, as in transformers
+
+    def _rows(self, input_: Tensor) -> Tensor:
         weight = self.weight
         takes_gradient = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")
         is_whole = self.tp_group.size() == 1 and not self.reduce_scatter_embeddings
