@@ -79,8 +79,8 @@ class WallTime:
 
     def take(self, event: Message, time: float) -> None:
         """Take the next event of the log, with its Unix time."""
-        step = self.account.apply(event, time)
         self._newest = max(self._newest, time)
+        step = self.account.apply(event, self._newest)
         if step is None:
             return
         no_step = step.parts.get("faults", 0.0) + step.parts.get("start", 0.0) if step.what == "step" else 0.0
