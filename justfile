@@ -92,6 +92,10 @@ nodes *args: setup
 observe *args: setup
     .venv/bin/python -m pytest -m observe -n 0 --results docs/results tests/observe {{ args }}
 
+# every order of events of small runs, with deaths: about 10^7 states, an hour
+model *args: setup
+    .venv/bin/python -m pytest -m "nightly or not nightly" -n 0 tests/model {{ args }}
+
 # what is too long for every change, some hours, then SGLang on what its makers ask for; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}; code=$?; just sglang-upstream {{ args }} && exit $code
