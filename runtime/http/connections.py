@@ -16,7 +16,7 @@ import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.abc
@@ -30,7 +30,9 @@ ANSWER_S: Final = 30.0  # for the answer to a client without the secret: a file 
 IDLE_S: Final = 60.0  # between two requests of a client with the secret
 LOOK_EVERY_S: Final = 0.5  # for connections whose time is over
 HEAD_BYTES: Final = 32_768
-MAX_BODY_BYTES: Final = 65_536  # of a request; none of these servers reads one
+MAX_BODY_BYTES: Final = (
+    65_536  # of a request to a server that reads none; the listener for agents has a limit of its own
+)
 HEAD_END: Final = b"\r\n\r\n"
 BACKLOG: Final = 4096  # connections that the kernel holds; it drops what is beyond, which costs a client a second
 ACCEPTED_AT_ONCE: Final = 64  # at most, before the event loop turns to requests
@@ -44,6 +46,25 @@ ASKING: Final = (128, 8)  # a request without the secret is answered
 TRUSTED: Final = (64, 8)  # a request had the secret
 
 log = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """Connections of each kind: most of them, and the share of the descriptors that they may use.
+
+    Args:
+        waiting: the head of the request is not complete.
+        asking: a request without the secret is answered.
+        trusted: a request had the secret.
+        of_holder: trusted ones of one holder of a secret, where there are several; None: as many as of all.
+    """
+
+    waiting: tuple[int, int] = WAITING
+    asking: tuple[int, int] = ASKING
+    trusted: tuple[int, int] = TRUSTED
+    of_holder: int | None = None
+
+
+USUAL: Final = Limits()
 
 
 class Connection:
@@ -151,11 +172,12 @@ class Places:
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None, limits: Limits = USUAL) -> None:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._waiting, self._asking = Places(WAITING, HEAD_S), Places(ASKING, ANSWER_S)
-        self._trusted = Places(TRUSTED, None)
+        self._waiting, self._asking = Places(limits.waiting, HEAD_S), Places(limits.asking, ANSWER_S)
+        self._trusted = Places(limits.trusted, None)
+        self._of_holder, self._by_holder = limits.of_holder, dict[str, Places]()
         # Fewer than there are places, or a request would be closed before it was looked at.
         self._accepted_at_once = min(ACCEPTED_AT_ONCE, self._waiting.bound // 2)
 
@@ -180,11 +202,18 @@ class Connections:
             connection.since = self._loop.time()
             self._asking.add(connection)
 
-    def trust(self, request: web.Request) -> None:
-        """Give the connection of a request with the secret a place of its kind."""
+    def trust(self, request: web.Request, holder: str = "") -> None:
+        """Give the connection of a request with the secret a place of its kind, and of the holder of the secret."""
         connection = self._asking.pop(_descriptor_of(request))
-        if connection is not None:
-            self._trusted.add(connection)
+        if connection is None:
+            return
+        self._trusted.add(connection)
+        if self._of_holder is not None:
+            self._by_holder.setdefault(holder, Places((self._of_holder, 1), None)).add(connection)
+
+    def forget(self, holder: str) -> None:
+        """Have a holder no places of its own any more, as its secret is not valid now."""
+        self._by_holder.pop(holder, None)
 
     def is_trusted(self, request: web.Request) -> bool:
         """Whether a request of its connection had the secret."""
@@ -243,9 +272,9 @@ CONNECTIONS: Final = web.AppKey("connections", Connections)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def trust(request: web.Request) -> None:
-    """Give the connection of a request with the secret a place of its kind."""
-    request.app[CONNECTIONS].trust(request)
+def trust(request: web.Request, holder: str = "") -> None:
+    """Give the connection of a request with the secret a place of its kind, and of the holder of the secret."""
+    request.app[CONNECTIONS].trust(request, holder)
 
 
 def has_secret(request: web.Request, secret: str) -> bool:
@@ -272,7 +301,11 @@ async def _one_request_without_the_secret(request: web.Request, handler: Handler
 
 @asynccontextmanager
 async def served(
-    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+    application: web.Application,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None = None,
+    limits: Limits = USUAL,
 ) -> AsyncGenerator[int, None]:
     """Serve an application for the duration of a block, with TLS if there is a context; yield its port.
 
@@ -285,7 +318,7 @@ async def served(
             application, access_log=None, logger=log, keepalive_timeout=IDLE_S, shutdown_timeout=SHUTDOWN_S
         )
         application.middlewares.insert(0, _one_request_without_the_secret)
-        connections = application[CONNECTIONS] = Connections(tls)
+        connections = application[CONNECTIONS] = Connections(tls, limits)
         await runner.setup()
         assert runner.server is not None
         try:

@@ -1,0 +1,45 @@
+"""Process of the listener for agents: serves until SIGTERM."""
+
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from actors.sessions.listener import ListenerSettings, listening
+from runtime.process.main import RUN_DIR, spare_the_collector
+from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
+
+log = logging.getLogger("sessions")
+
+
+async def _serve(run_dir: Path, settings: ListenerSettings) -> None:
+    async with listening(run_dir, settings) as url:
+        log.info("agents reach the listener at %s", url)
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                break
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve the run in PHYSARUM_RUN_DIR with the settings in the first argument, as JSON; it holds no secret."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    spare_the_collector()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each agent holds a connection
+    try:
+        settings = msgspec.json.decode(arguments[0], type=ListenerSettings)
+    except msgspec.DecodeError as error:
+        log.error("settings of the listener: %s", error)
+        return EXIT_INPUT_ERROR
+    anyio.run(_serve, Path(os.environ[RUN_DIR]), settings)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
