@@ -7,7 +7,7 @@ are those that most families use.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -115,6 +115,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # an RMSNorm of each head's query and key
+    joint_norms: bool = False  # an RMSNorm of all heads' queries, and one of all keys
+    is_stored_joined: bool = False  # the files have queries, keys and values in one tensor
     has_sinks: bool = False  # each head has a score that takes a share of each query's softmax
     window: int | None = None  # number of keys that a query sees, its own among them; None: all up to its own
 
@@ -131,10 +133,14 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Yield the tensors. The fused rows are groups: the queries of a key-value head, its key, its value."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": query, "k_proj": key, "v_proj": key}
-        yield from fused("linear_qkv", rows, hidden, joined="qkv_proj", bias=self.qkv_bias, groups=self.kv_heads)
+        layout: dict[str, Any] = {"groups": self.kv_heads, "is_stored_joined": self.is_stored_joined}
+        yield from fused("linear_qkv", rows, hidden, joined="qkv_proj", bias=self.qkv_bias, **layout)
         if self.head_norms:
             yield norm("q_layernorm", self.head_dim, "q_norm")
             yield norm("k_layernorm", self.head_dim, "k_norm")
+        if self.joint_norms:
+            yield norm("q_layernorm", query, "q_norm")
+            yield norm("k_layernorm", key, "k_norm")
         if self.has_sinks:
             yield Weight("core_attention.sinks", {"sinks": (self.heads,)})
         yield from linear("linear_proj", "o_proj", hidden, query, bias=self.output_bias)

@@ -59,6 +59,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
 
     rope_share: ClassVar[float] = 1.0  # rotated share of a head unless partial_rotary_factor says otherwise
     rope_type: ClassVar[str] = "llama3"  # supported besides "default"
+    theta: ClassVar[float] = 10000.0  # of RoPE if no key has it
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)  # supported in layer_types
     is_interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring coordinates
     num_hidden_layers: int
@@ -82,7 +83,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
 
     def rope(self) -> Rope:
         """Read the rotary embedding."""
-        return read_rope(self, share=self.rope_share, stretching=self.rope_type)
+        return read_rope(self, share=self.rope_share, stretching=self.rope_type, theta=self.theta)
 
     def of_layer(self, block: Any, index: int) -> Any:
         """Return the block of one layer, given that of all layers."""
@@ -184,8 +185,7 @@ class LayeredRopeKeys(WindowKeys, frozen=True, kw_only=True):
     The RoPE keys of transformers 4 are those of the layers without a window. transformers 5 has both by their kind.
     """
 
-    theta: ClassVar[float] = 10000.0  # of layers without a window, if no key has it
-    window_theta: ClassVar[float] = 10000.0
+    window_theta: ClassVar[float] = 10000.0  # of layers with a window, if no key has it
 
     def rope(self) -> Rope:
         """Read the rotary embedding of layers without a window."""
@@ -302,6 +302,17 @@ class MlpKeys(msgspec.Struct, frozen=True, kw_only=True):
         if self.hidden_act not in self.activations:
             supported = ", ".join(map(repr, self.activations))
             yield f"hidden_act {self.hidden_act!r} is not supported; supported: {supported}"
+
+
+class BiasedMlpKeys(MlpKeys, frozen=True, kw_only=True):
+    """Keys of MLPs that may have biases."""
+
+    mlp_bias: bool = False
+
+    def block(self, index: int) -> Mlp:
+        """Return the block of a layer."""
+        del index
+        return Mlp(size=self.intermediate_size, bias=self.mlp_bias)
 
 
 class ExpertKeys(MlpKeys, frozen=True, kw_only=True):

@@ -112,7 +112,9 @@ class Rope(msgspec.Struct, frozen=True):
         return frequency * (smooth + (1.0 - smooth) / self.factor)
 
 
-def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3", of_heads: bool = True) -> Rope:
+def read_rope(
+    keys: RopeKeys, *, share: float, stretching: str = "llama3", of_heads: bool = True, theta: float = 10000.0
+) -> Rope:
     """Read RoPE parameters as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
 
     Args:
@@ -120,13 +122,15 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3", of_he
         share: default share of a head that models of this architecture rotate.
         stretching: the only rope_type besides "default" that is supported for this architecture.
         of_heads: heads are projected directly, and rotated as a whole.
+        theta: base of models of this architecture if no key has it.
 
     Raises:
         ValueError: a key is unsupported; the text names it.
     """
     parameters: dict[str, Any] = dict(keys.rope_scaling or {}) | dict(keys.rope_parameters or {})
     problems = Problems()
-    theta = problems.of(lambda: _number(parameters, "rope_theta", keys.rope_theta or 10000.0)) or 0.0
+    usual = keys.rope_theta or theta
+    theta = problems.of(lambda: _number(parameters, "rope_theta", usual)) or 0.0
     if not theta > 0 and not problems:
         problems.append(f"rope_theta {theta} is not a positive number")
     given = parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
@@ -154,7 +158,8 @@ def _scaled(
     if kind == "default":
         return Rope(theta=theta, share=share)
     if kind != stretching or share != 1.0:
-        raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', {stretching!r}")
+        supported = ", ".join(map(repr, dict.fromkeys(("default", stretching))))
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: {supported}")
     if len(set(kinds)) > 1:
         raise ValueError(
             f"rope_type is {kinds[0]!r} in rope_scaling and {kinds[1]!r} in rope_parameters: they must be equal"

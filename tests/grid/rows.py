@@ -13,7 +13,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 DISTRIBUTED = {"use_distributed_optimizer": True}
 ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02}
 NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
-OF_BIASES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # kinds whose routers have biases of experts
+OF_BIASES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1")  # kinds whose routers have biases of experts
 OF_ADAPTERS = ("the gradient of a narrow result is a rank's own", "a narrow result is a rank's own")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -269,6 +269,12 @@ FAMILIES = (
     Row("TP2+SP", packed=True, recompute=True, kind="gemma3_text"),
     Row("PP2", tied=True, kind="gemma3_text"),
     Row("CP2", packed=True, kind="gemma3_text"),
+    Row("TP2+SP", packed=True, kind="olmo2"),
+    Row("TP2", tied=True, kind="olmo3"),
+    Row("PP2", packed=True, kind="smollm3"),
+    Row("TP2", packed=True, kind="phi3"),
+    Row("CP2", packed=True, kind="exaone4"),
+    Row("EP2xTP2+SP", packed=True, kind="dots1", replay=True),
 )
 # log-probs of groups before their batch
 AHEAD = (

@@ -290,6 +290,11 @@ def _queries_and_keys(
     normed = rotated = qkv[..., : heads + kv_heads, :]
     if layer.qk_scale is not None:
         normed = (F.rms_norm(rotated, (size,), None, config.rms_norm_eps) * layer.qk_scale).to(x.dtype)
+    if attention.joint_norms:
+        norms = [layer.held[f"self_attention.{kind}_layernorm.weight"] for kind in ("q", "k")]
+        parts = rotated.split((heads, kv_heads), dim=-2)
+        both = (_normed(part.flatten(-2), own, config) for part, own in zip(parts, norms, strict=True))
+        normed = torch.cat([part.unflatten(-1, (-1, size)) for part in both], dim=-2)
     if attention.rope is not None:
         cos, sin = waves[attention.rope]
         torch.addcmul(normed * cos, swapped(normed, attention.rope), sin, out=rotated)

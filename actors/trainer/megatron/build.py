@@ -21,7 +21,7 @@ from actors.trainer.megatron.imports import (
     get_transformer_layer_offset,
     parallel_state,
 )
-from actors.trainer.megatron.layers.attention import CoreAttention, HeadAttention, MlaAttention, Rotary
+from actors.trainer.megatron.layers.attention import CoreAttention, HeadAttention, JointNorm, MlaAttention, Rotary
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
@@ -153,6 +153,10 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             attention.q_layernorm = attention.kv_layernorm = MlaNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
+        elif isinstance(of_model.attention, Attention) and of_model.attention.joint_norms:
+            heads, kv_heads = of_model.attention.heads, of_model.attention.kv_heads
+            attention.q_layernorm = ModuleSpec(JointNorm, params={"heads": heads})
+            attention.k_layernorm = ModuleSpec(JointNorm, params={"heads": kv_heads})
     block.layer_norm = RmsNorm
     return block
 

@@ -14,6 +14,7 @@ class AttentionKeys(WindowKeys, frozen=True, kw_only=True):
     """Keys of the attention."""
 
     rope_type: ClassVar[str] = "yarn"
+    theta: ClassVar[float] = 150000.0
     without_keys: ClassVar = {"has_sinks": True}
     head_dim: int | None = 64
     attention_bias: bool = True

@@ -73,6 +73,34 @@ OF_KIND["gemma3_text"] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
     },
 }
+OF_KIND |= {
+    "smollm3": {
+        **{"head_dim": None, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5, **ROPE},
+    },
+    "olmo2": {"head_dim": None, "tie_word_embeddings": True, **ROPE},
+    "olmo3": {
+        **{"head_dim": None, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+        **{"tie_word_embeddings": True, "rms_norm_eps": 1e-3, "initializer_range": 0.3},
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+                **{"beta_fast": 4.0, "beta_slow": 1.0, "attention_factor": 1.2},
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+        },
+    },
+    "seed_oss": {"head_dim": 6, "attention_bias": False, "tie_word_embeddings": True, **ROPE},
+    "phi3": {"head_dim": None, "sliding_window": 5, "tie_word_embeddings": True, **ROPE},
+    "exaone4": {
+        **{"head_dim": 6, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], **ROPE},
+        "tie_word_embeddings": True,
+    },
+    "ernie4_5": {"head_dim": 6, **ROPE},
+    "dots1": {
+        **{"head_dim": 6, "sliding_window": 5, "max_window_layers": 1, "norm_topk_prob": True, **SIGMOIDS, **ROPE},
+        **{"n_group": 2, "topk_group": 1},
+    },
+}
 OF_KIND["gpt_oss"] = {
     "intermediate_size": 24,
     "num_local_experts": 4,

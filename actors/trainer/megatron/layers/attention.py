@@ -192,15 +192,19 @@ class CoreAttention(nn.Module):
     ) -> Any:
         """Describe the tensors of a checkpoint: tensor-parallel ranks have the sinks of their heads."""
         del metadata
-        state = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            {"sinks": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        )
+        return _by_head(self, "sinks", prefix, sharded_offsets)
+
+
+def _by_head(module: nn.Module, name: str, prefix: str, sharded_offsets: Any) -> Any:
+    """Describe a module's parameter for a checkpoint, of which tensor-parallel ranks have the part of their heads."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(keep_vars=True),
+        prefix,
+        {name: 0},
+        sharded_offsets,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
@@ -311,6 +315,53 @@ class HeadAttention(SelfAttention):
         """Return what the layer adds to the residual, without a bias, and the bias."""
         angles = None if self._rope is None else rotary_pos_emb[:, self._rope : self._rope + 1]
         return super().forward(hidden_states, rotary_pos_emb=angles, **options)
+
+
+class _Summed(torch.autograd.Function):
+    """Sum over the ranks of a group, forward and backward: each rank's result depends on what all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        whole = gradient.clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
+class JointNorm(nn.Module):
+    """RMSNorm of the queries or keys of all heads, of which a tensor-parallel rank has some and their weights."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, heads: int) -> None:
+        super().__init__()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._size, self._eps = heads * hidden_size, eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        size = self._size // self._group.size()
+        self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalize [..., heads of this rank, d]."""
+        values = heads.flatten(-2)
+        if self._group.size() == 1:
+            return F.rms_norm(values, self.weight.shape, self.weight, self._eps).view_as(heads)
+        wide = values.float()
+        squares: Any = _Summed.apply(wide.square().sum(-1, keepdim=True), self._group)
+        normal = wide * (squares / self._size + self._eps).rsqrt()
+        return (normal * self.weight).to(heads.dtype).view_as(heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Describe the tensors of a checkpoint: tensor-parallel ranks have the weights of their heads."""
+        del metadata
+        return _by_head(self, "weight", prefix, sharded_offsets)
 
 
 class _Down(nn.Module):
