@@ -262,9 +262,9 @@ def distance(
         share = below_trained / num_trained
         low, high = below_ended / num_issued, (below_ended + below_open) / num_issued
         least = max(least, low - share, share - high)
+        below_open += open_.get(value, 0)  # they exceed it: they may end before the next value, or far beyond
+        high = (below_ended + below_open) / num_issued
         most = max(most, abs(share - low), abs(share - high))
-        below_open += open_.get(value, 0)  # they exceed it
-    most = max(most, num_open / num_issued)  # above all values: they may end there, or far beyond
     noise = min(1.0, NOISE_99 * math.sqrt((num_trained + num_issued) / (num_trained * num_issued)))
     return Distance(least=least, most=most, trained=num_trained, issued=num_issued, noise=noise)
 

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from messages import ActorStarted, BatchTrained, BufferStarted, Message, Outcome, SampleStatus, SampleSummary
@@ -101,6 +101,7 @@ def test_a_difference_is_told_only_where_chance_does_not_explain_it() -> None:
 values = st.lists(st.integers(0, 4), max_size=5)
 
 
+@example(of_trained=[2], others=[0], so_far=[0])  # between two known values
 @given(values.filter(bool), values, st.lists(st.integers(0, 4), max_size=3))
 def test_every_length_of_the_open_samples_gives_a_distance_in_the_range(
     of_trained: list[int], others: list[int], so_far: list[int]
