@@ -96,6 +96,10 @@ observe *args: setup
 model *args: setup
     .venv/bin/python -m pytest -m "nightly or not nightly" -n 0 tests/model {{ args }}
 
+# plant small faults in the core of the books, and say who catches each, an hour
+mutants *args: setup
+    .venv/bin/python -m tests.model.mutants {{ args }}
+
 # what is too long for every change, some hours, then SGLang on what its makers ask for; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}; code=$?; just sglang-upstream {{ args }} && exit $code

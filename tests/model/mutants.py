@@ -66,7 +66,10 @@ class Mutant(NamedTuple):
 
 def changes_of(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield the places of a module that can be changed, each changed while it is yielded, and what the change is."""
+    of_classes = {id(word.value) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for word in node.keywords}
     for node in ast.walk(tree):
+        if id(node) in of_classes:
+            continue  # the form of a struct, such as kw_only
         match node:
             case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
                 node.ops = [COMPARISONS[type(op)]()]
