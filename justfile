@@ -102,6 +102,7 @@ mutants *args: setup
 
 # what is too long for every change, some hours, then SGLang on what its makers ask for; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
+    bin/setup --with smollm2 --if-needed
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}; code=$?; just sglang-upstream {{ args }} && exit $code
 
 # what needs a GPU: one JSON, and a page in docs/results; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv

@@ -13,7 +13,7 @@ from actors.rollout.samples.arguments import checked_ids, checked_integer, check
 from actors.rollout.samples.buffer import NOTHING
 from actors.rollout.samples.function_run import FunctionRun
 from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
-from messages import Int32Array, SampleStatus, SamplingParams, Score
+from messages import Int32Array, SampleStatus, SamplingParams, Score, WeightSpan
 from runtime.data.tokens import GREEDY
 from runtime.util.rewards import reward_problem
 
@@ -88,6 +88,13 @@ class Context:
         return [self._tokens_of(number) for number in range(self._num_turns)]
 
     @property
+    def newest_turn(self) -> tuple[TurnTokens, tuple[WeightSpan, ...], bool]:
+        """The turn that finished last, which version sampled which of its tokens, and whether it was cut off."""
+        number, sample = self._num_turns - 1, self._sample
+        is_cut_off = sample.turn_status is not SampleStatus.COMPLETED
+        return self._tokens_of(number), tuple(sample.turns[number].weight_spans), is_cut_off
+
+    @property
     def room(self) -> int:
         """Tokens that this conversation may still get; without any, `generate` ends the sample as truncated."""
         return max(0, self._limit - self._end_of(self._num_turns) - len(self._inputs))
@@ -100,6 +107,7 @@ class Context:
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        stop_token_ids: Sequence[int] = (),
         pool: str | None = None,
         train: bool = True,
     ) -> str:
@@ -113,6 +121,7 @@ class Context:
             top_p: of this turn; None: the recipe's. A turn with a cut distribution of its own trains only with
                 `rollout.return_sampling_mask` and a `top_k` from 2 to the recipe's.
             top_k: as `top_p`; -1: off.
+            stop_token_ids: tokens that end this turn, besides those of the recipe and the model.
             pool: an engine pool in `rollout.pools`, whose model makes the turn. It does not train.
             train: whether the turn's tokens train, if the trainer can compute their log-probs.
 
@@ -127,6 +136,9 @@ class Context:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
         temperature, top_p, top_k = checked_sampling(temperature, top_p, top_k)
         params = self._params_of(stop, temperature, top_p, top_k)
+        if stop_token_ids:
+            ends = (*params.stop_token_ids, *checked_ids(self._run.model, stop_token_ids))
+            params = msgspec.structs.replace(params, stop_token_ids=ends)
         limit = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         if pool is not None:
             return await self._generate_in(pool, params, limit)

@@ -10,7 +10,17 @@ import numpy as np
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
 from actors.rollout.samples.failures import MAX_REASON_CHARS, Action, FailurePolicy
-from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef, TurnSpan
+from messages import (
+    Int32Array,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    Score,
+    Segment,
+    SegmentRef,
+    TurnSpan,
+    WeightSpan,
+)
 from messages.plain import clipped
 from runtime.settings.topology import TOKEN_REWARDS
 from runtime.util.rewards import first_wrong, reward_problem
@@ -29,6 +39,15 @@ class Turn:
     text: str = ""
     inputs: Int32Array = field(default_factory=Int32Array)  # input after the turn before
     temperature: float | None = None  # that a generate function chose; None: the recipe's
+    weight_spans: list[WeightSpan] = field(default_factory=list[WeightSpan])  # versions of its tokens, by their place
+
+    def append_spans(self, segment: Segment) -> None:
+        """Append which versions sampled the tokens of one more segment, before they are counted."""
+        for span in segment.weight_spans:
+            start, end = self.num_tokens + span.start, self.num_tokens + span.end
+            if self.weight_spans and self.weight_spans[-1].version == span.version:
+                start = self.weight_spans.pop().start
+            self.weight_spans.append(WeightSpan(version=span.version, start=start, end=end))
 
 
 @dataclass(eq=False)
@@ -152,6 +171,7 @@ class OpenSample:
         if not self.turns[-1].num_tokens:
             self.turns[-1].start = self.buffer.num_taken - len(segment.response_ids)
         self.columns = {name: seq for name, seq in self.columns.items() if name == TOKEN_REWARDS}  # of fewer tokens
+        self.turns[-1].append_spans(segment)
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
         for version in (span.version for span in segment.weight_spans if span.version):  # 0: of no weights of the run

@@ -53,6 +53,7 @@ class SampledTurn(NamedTuple):
     log_probs: Float32Array  # [T], of the sampled ones, in nats
     weight_spans: tuple[WeightSpan, ...]  # which version sampled which tokens, half-open, covering [0, T)
     finish: Finish
+    is_whole: bool = False  # whether `input_ids` has all tokens before, instead of those after the sampled node above
 
 
 @dataclass(eq=False, slots=True)
@@ -113,9 +114,24 @@ class Node:
     @property
     def ids(self) -> Int32Array:
         """All tokens from the beginning to the end of this sampled node, [N]."""
-        turns = [node.turn for node in self.path() if node.turn is not None]
-        parts = [part for turn in turns for part in (turn.input_ids, turn.ids)]
-        return Int32Array(np.concatenate(parts)) if parts else Int32Array()
+        parts = [part for turn in self._turns for part in (turn.ids, turn.input_ids)]
+        return Int32Array(np.concatenate(parts[::-1])) if parts else Int32Array()
+
+    @property
+    def num_ids(self) -> int:
+        """Number of all tokens from the beginning to the end of this sampled node."""
+        return sum(len(turn.input_ids) + len(turn.ids) for turn in self._turns)
+
+    @property
+    def _turns(self) -> Iterator[SampledTurn]:
+        """Its turns, the newest first, back to one whose input has all tokens before."""
+        node: Node | None = self
+        while node is not None:
+            if node.turn is not None:
+                yield node.turn
+                if node.turn.is_whole:
+                    return
+            node = node.parent
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +150,11 @@ class Place(NamedTuple):
     rest: tuple[ChatMessage, ...]  # messages after it
     rest_ids: Int32Array | None  # tokens after it, of a client that renders itself
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the tree has all of the request."""
+        return not self.rest and (self.rest_ids is None or not len(self.rest_ids))
+
 
 class Asked(NamedTuple):
     """A turn that is to be sampled."""
@@ -144,26 +165,16 @@ class Asked(NamedTuple):
     is_new: bool  # whether the branch begins with it
     wish: Wish
 
-    @property
-    def tail(self) -> list[ChatMessage]:
-        """The messages between the sampled node above and the turn."""
-        found: list[ChatMessage] = []
-        node: Node | None = self.node
-        while node is not None and node is not self.above:
-            if node.meaning is not None:
-                found.append(node.meaning.message)
-            node = node.parent
-        return found[::-1]
-
 
 class Tree:
-    """The tree of one session. Changes only by `start`, and by `end` or `give_up` of what was started."""
+    """The tree of one session. Changes only by `start`, and by `end`, `give_up` or `refuse` of what was started."""
 
     def __init__(self) -> None:
         self.branches: list[Branch] = []
         self.num_extended = 0  # turns that went on from a recorded path
         self._roots: list[tuple[tuple[Tool, ...], Node]] = []
         self._of_ids = Node(None, None)  # root of clients that render themselves
+        self._unused: list[int] = []  # branches whose first turn was refused
 
     @property
     def forks(self) -> Counter[Cause]:
@@ -187,31 +198,38 @@ class Tree:
         root = next((root for tools, root in self._roots if tools == request.tools), None)
         return _longest(root or Node(None, None), [Meaning(message) for message in request.messages])
 
-    def start(self, request: TurnRequest, *, forks_by_template: bool = False) -> Asked:
-        """Add what a request has beyond the recorded path, and choose the branch of its turn.
+    def start(self, request: TurnRequest, place: Place) -> Asked:
+        """Add what a request has beyond its place, and choose the branch of its turn.
 
         Args:
             request: of a client, whose turn is to be sampled.
-            forks_by_template: the recorded tokens cannot be its prompt, since the template writes others.
+            place: of the request, from `find`, since when nothing changed.
 
         Raises:
             TooManyBranches: it would be one more than a session may have; nothing was added.
         """
-        place = self.find(request)
         above = place.node.sampled_above
-        branch = -1 if above is None or forks_by_template else above.branch
-        is_new = branch < 0 or not self._goes_on(branch, place)
-        if is_new:
-            if len(self.branches) >= MAX_BRANCHES:
-                raise TooManyBranches(f"the session has {MAX_BRANCHES} branches, the most that one sample may have")
-            cause = "template" if forks_by_template else self._cause(place, request) if self.branches else None
-            branch = len(self.branches)
-            self.branches.append(Branch(cause))
+        branch = -1 if above is None or not self._goes_on(above.branch, place) else above.branch
+        if is_new := branch < 0:
+            has_turns = len(self.branches) > len(self._unused)
+            branch = self._open(self._cause(place, request) if has_turns else None)
         self.num_extended += not is_new
-        node = self._extended(place, request)
-        self.branches[branch].running = node
-        wish = Wish(request.sampling, request.model, request.choice)
-        return Asked(node, None if forks_by_template else above, branch, is_new, wish)
+        node = self.branches[branch].running = self._extended(place, request)
+        return Asked(node, above, branch, is_new, Wish(request.sampling, request.model, request.choice))
+
+    def fork_by_template(self, asked: Asked) -> Asked:
+        """Move a turn to a branch of its own, since the chat template writes other tokens than were recorded.
+
+        Raises:
+            TooManyBranches: it would be one more than a session may have; nothing was changed.
+        """
+        if asked.is_new:
+            self.branches[asked.branch].cause = "template"
+            return asked._replace(above=None)
+        branch = self._open("template")
+        self.branches[branch].running, self.branches[asked.branch].running = asked.node, None
+        self.num_extended -= 1
+        return asked._replace(above=None, branch=branch, is_new=True)
 
     def end(self, asked: Asked, message: ChatMessage, turn: SampledTurn, ended_at: float = 0.0) -> Node:
         """Record the turn that was asked for. Its branch goes on from it."""
@@ -224,6 +242,31 @@ class Tree:
         """Leave a turn out that was not sampled to its end. Its branch gets no further turn, and a retry forks."""
         branch = self.branches[asked.branch]
         branch.tip = branch.running = None
+
+    def refuse(self, asked: Asked) -> None:
+        """Undo `start` for a turn that no engine was asked for. Its branch goes on as if nothing had happened."""
+        branch, node = self.branches[asked.branch], asked.node
+        branch.running = None
+        if asked.is_new:
+            branch.cause = None
+            self._unused.append(asked.branch)
+        else:
+            self.num_extended -= 1
+        in_use = {each.running for each in self.branches}
+        while node.parent is not None and node.turn is None and not node.children and node not in in_use:
+            node.parent.children.remove(node)
+            node = node.parent
+
+    def _open(self, cause: Cause | None) -> int:
+        if self._unused:
+            branch = self._unused.pop()
+        elif len(self.branches) < MAX_BRANCHES:
+            branch = len(self.branches)
+            self.branches.append(Branch(None))
+        else:
+            raise TooManyBranches(f"the session has {MAX_BRANCHES} branches, the most that one sample may have")
+        self.branches[branch].cause = cause
+        return branch
 
     def _goes_on(self, branch: int, place: Place) -> bool:
         """Whether a branch may go on at a place: after its newest turn, with input for the next one."""

@@ -15,6 +15,14 @@ SYSTEM, TASK = ChatMessage("system", "Be brief."), ChatMessage("user", "What is 
 BASH = (Tool("bash"),)
 
 
+def start(tree: Tree, request: TurnRequest) -> Asked:
+    return tree.start(request, tree.find(request))
+
+
+def tail_of(asked: Asked, request: TurnRequest) -> list[ChatMessage]:
+    return list(request.messages[asked.above.depth if asked.above else 0 :])
+
+
 def turn_of(*ids: int, inputs: tuple[int, ...] = (1, 2)) -> SampledTurn:
     return SampledTurn(Int32Array(inputs), Int32Array(ids), Float32Array([-0.5] * len(ids)), (), "stop")
 
@@ -22,7 +30,7 @@ def turn_of(*ids: int, inputs: tuple[int, ...] = (1, 2)) -> SampledTurn:
 def answer(
     tree: Tree, messages: list[ChatMessage], message: ChatMessage, *ids: int, tools: tuple[Tool, ...] = BASH
 ) -> Asked:
-    asked = tree.start(TurnRequest(tuple(messages), tools))
+    asked = start(tree, TurnRequest(tuple(messages), tools))
     tree.end(asked, message, turn_of(*ids))
     return asked
 
@@ -55,8 +63,9 @@ def test_a_client_that_keeps_its_history_extends_one_branch() -> None:
 def test_the_tail_is_what_came_after_the_newest_turn() -> None:
     tree = Tree()
     messages = [*conversation(tree, 2), ChatMessage("user", "Go on.")]
-    asked = tree.start(TurnRequest(tuple(messages), BASH))
-    assert asked.tail == messages[-2:]
+    request = TurnRequest(tuple(messages), BASH)
+    asked = start(tree, request)
+    assert tail_of(asked, request) == messages[-2:]
     assert asked.above is not None
     assert asked.above.turn is not None
     assert asked.above.turn.ids.tolist() == [11]
@@ -92,18 +101,19 @@ def test_a_fork_has_the_name_of_its_cause(change, tools: tuple[Tool, ...], cause
 def test_a_fork_goes_on_from_the_tokens_of_the_turn_before_it() -> None:
     tree = Tree()
     messages = conversation(tree, 3)
-    asked = tree.start(TurnRequest((*messages[:5], result(1, "changed")), BASH))
+    request = TurnRequest((*messages[:5], result(1, "changed")), BASH)
+    asked = start(tree, request)
     assert asked.is_new
     assert asked.above is not None
     assert asked.above.ids.tolist() == [1, 2, 10, 1, 2, 11]
-    assert asked.tail == [result(1, "changed")]
+    assert tail_of(asked, request) == [result(1, "changed")]
 
 
 def test_two_requests_at_once_after_the_same_turn_get_branches_of_their_own() -> None:
     tree = Tree()
     messages = conversation(tree, 1)
-    first = tree.start(TurnRequest(tuple(messages), BASH))
-    second = tree.start(TurnRequest((*messages, TASK), BASH))
+    first = start(tree, TurnRequest(tuple(messages), BASH))
+    second = start(tree, TurnRequest((*messages, TASK), BASH))
     assert (first.branch, second.branch) == (0, 1)
     tree.end(second, ChatMessage("assistant", "b"), turn_of(8))
     tree.end(first, ChatMessage("assistant", "a"), turn_of(7))
@@ -114,12 +124,24 @@ def test_a_turn_that_is_given_up_is_no_part_of_the_tree() -> None:
     tree = Tree()
     messages = conversation(tree, 1)
     request = TurnRequest(tuple(messages), BASH)
-    tree.give_up(tree.start(request))
+    tree.give_up(start(tree, request))
     assert [node.turn.ids.tolist() for node in tree.sampled if node.turn] == [[10]]
-    again = tree.start(request)
+    again = start(tree, request)
     assert again.is_new
     assert again.above is not None
     assert again.above.ids.tolist() == [1, 2, 10]
+
+
+def test_a_turn_that_is_refused_leaves_the_tree_as_it_was() -> None:
+    tree = Tree()
+    messages = conversation(tree, 2)
+    for number in range(MAX_BRANCHES + 1):
+        tree.refuse(start(tree, TurnRequest((*messages, TASK), BASH)))
+        tree.refuse(start(tree, TurnRequest((ChatMessage("user", f"{number}"),), BASH)))
+    assert tree.forks == Counter()
+    assert tree.num_extended == 1
+    assert tree.find(TurnRequest((*messages, TASK), BASH)).rest == (messages[-1], TASK)
+    assert start(tree, TurnRequest((*messages, TASK), BASH)).branch == 0
 
 
 def test_of_two_equal_answers_the_one_that_was_used_is_found() -> None:
@@ -138,7 +160,7 @@ def test_ids_of_a_client_are_ours_by_their_place() -> None:
     conversation(tree, 1)
     call = ToolCall("call_0_of_the_client", "bash", '{"command": "ls"}')
     sent = (SYSTEM, TASK, ChatMessage("assistant", "", None, (call,)), ChatMessage("tool", "ok", tool_call_id=call.id))
-    tree.end(tree.start(TurnRequest(sent, BASH)), calls(1), turn_of(11))
+    tree.end(start(tree, TurnRequest(sent, BASH)), calls(1), turn_of(11))
     place = tree.find(TurnRequest((*sent, calls(1), TASK), BASH))
     assert place.rest == (TASK,)
 
@@ -147,7 +169,7 @@ def test_prompts_in_tokens_are_matched_by_them() -> None:
     tree = Tree()
 
     def ask(*ids: int) -> Asked:
-        return tree.start(TurnRequest((), prompt_ids=ids))
+        return start(tree, TurnRequest((), prompt_ids=ids))
 
     said = ChatMessage("assistant", "a")
     tree.end(ask(1, 2), said, turn_of(3, 4))
@@ -157,7 +179,7 @@ def test_prompts_in_tokens_are_matched_by_them() -> None:
     assert further.node.prompt_ids.tolist() == [5]
     tree.end(further, said, turn_of(6))
     other = ask(1, 2, 3, 9)
-    assert (other.branch, other.is_new, other.above) == (1, True, None)
+    assert (other.branch, other.is_new) == (1, True)
     tree.end(other, said, turn_of(7))
     assert ask(1, 2, 3, 4, 5, 6).is_new  # without input between two turns
     assert tree.find(TurnRequest((), prompt_ids=(1, 2, 3, 9))).node is other.node
@@ -168,7 +190,7 @@ def test_a_session_has_so_many_branches_and_no_more() -> None:
     for number in range(MAX_BRANCHES):
         answer(tree, [ChatMessage("user", f"{number}")], ChatMessage("assistant", "a"), number)
     with pytest.raises(TooManyBranches, match="64 branches"):
-        tree.start(TurnRequest((TASK,), BASH))
+        start(tree, TurnRequest((TASK,), BASH))
     assert len(list(tree.sampled)) == len(tree.branches) == MAX_BRANCHES
 
 
@@ -190,7 +212,7 @@ ACTION = st.tuples(
     st.integers(0, 12),  # how much of it is cut off
     st.lists(st.integers(0, 30), max_size=3),  # which messages are written anew
     st.integers(1, 3),  # how
-    st.sampled_from(["ends", "is given up", "stays open"]),
+    st.sampled_from(["ends", "is given up", "is refused", "stays open"]),
 )
 
 
@@ -206,7 +228,7 @@ def test_no_turn_trains_twice_and_none_is_lost(actions: list[tuple[int, int, lis
         for place in changed:
             messages[place % len(messages)] = rewritten(messages[place % len(messages)], how)
         try:
-            asked = tree.start(TurnRequest(tuple(messages), BASH))
+            asked = start(tree, TurnRequest(tuple(messages), BASH))
         except TooManyBranches:
             break
         before = [] if asked.above is None else asked.above.ids.tolist()
@@ -220,6 +242,8 @@ def test_no_turn_trains_twice_and_none_is_lost(actions: list[tuple[int, int, lis
             assert node.ids.tolist() == [*before, number, 1000 + number]
         elif then == "is given up":
             tree.give_up(asked)
+        elif then == "is refused":
+            tree.refuse(asked)
     sampled: list[Node] = list(tree.sampled)
     assert Counter(int(node.turn.ids[0]) for node in sampled if node.turn) == Counter(recorded.keys())
     for node in sampled:
