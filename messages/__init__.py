@@ -39,6 +39,7 @@ from messages.engines import (
 )
 from messages.events import (
     MAX_PROBE_TOKENS,
+    BaseWeights,
     BatchTrained,
     CheckpointRequested,
     CheckpointSaved,
@@ -120,6 +121,7 @@ __all__ = [
     "ActorDescribed",
     "ActorExited",
     "ActorStarted",
+    "BaseWeights",
     "BatchReady",
     "BatchTrained",
     "BucketSent",

@@ -342,6 +342,17 @@ class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{len(self.token_ids)} token_ids with {len(self.log_probs)} log_probs")
 
 
+class BaseWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The base model of adapter versions, in full, which engines load and verify once after their start."""
+
+    path: str
+    checksum: str
+    size_bytes: int
+    files: dict[str, FileSum] = {}  # as in `WeightsAnnounced`, and so are the others
+    engine_sums: EngineSums | None = None
+    no_sums: str = ""
+
+
 @register
 class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     """A weight version is ready for engines. Versions count publishes and are never reused. Written by trainer."""
@@ -354,7 +365,7 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     path: str  # directory with model.safetensors or a delta, for the disk transport; else ""
     checksum: str  # of the files alone; engines' own checksums cover their tensors and differ
     size_bytes: int  # of the full files
-    kind: str = "full"  # "full" or "delta"; not implemented yet: "lora"
+    kind: str = "full"  # "full", "delta" or "lora": an adapter of `base` in peft's files
     took_s: float = 0.0
     probe: WeightProbe | None = None  # log-probs that an engine with these weights must return
     no_probe: str = ""  # why there is no probe
@@ -370,6 +381,7 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     manifest: str = (
         ""  # sha256 of the manifest by which nodes fetch the version from each other; empty: they read `path`
     )
+    base: BaseWeights | None = None  # for an adapter: the weights that it belongs to
 
 
 @register

@@ -22,6 +22,7 @@ from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
+from actors.rollout.engines.weights.adapters import AdapterUpdates
 from actors.rollout.engines.weights.files import FileSource, NodeCopies, PublishedFiles
 from actors.rollout.engines.weights.sync import SYNC_CALLS, take_part
 from actors.rollout.engines.weights.updater import Pauses, Updater
@@ -106,12 +107,14 @@ from runtime.settings.topology import (
     frozen_pools,
     grader_names,
     keeps_prefixes,
+    max_adapters,
     min_concurrency,
     model_of,
     pools_of_columns,
     reads_copies,
     sample_fields,
     scoring_time_s,
+    serves_adapters,
     topk_of_column,
 )
 from runtime.util.formatting import count_of
@@ -307,12 +310,20 @@ class RolloutActor(Actor):
             trainer_dtype=self._topology.model.dtype,
             weight_format=self._pool.weight_format,
             start_weights=self._pool.start_weights,
+            adapters=AdapterUpdates(
+                client,
+                self._topology.run.name,
+                moves_on=self._topology.rollout.on_weight_update == "abort",
+                limits=UpdateLimits.of(self._pool),
+                interrupt=updater.interrupt,
+            ),
         )
         return Fleet(
             client,
             verifier,
             RateLimitedEvents(self._bus.name),
             update_groups=self._pool.update_groups,
+            max_adapters=max_adapters(self._topology) if serves_adapters(self._topology) else 0,
             dispatch=Direct(self._pool.concurrency)
             if self._pool.router == "direct"
             else self._through_router(client, verifier),

@@ -30,6 +30,7 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.file_checksums import FileChecksum
+from actors.trainer.lora.published import ADAPTERS, BASE, AdapterVersions, gathered_adapters
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.config import DTYPES
@@ -54,7 +55,7 @@ from actors.trainer.weights.export import weight_thread
 from actors.trainer.weights.publish import NOT_WRITTEN, PendingVersion, Published, Versions
 from actors.trainer.weights.rank import RankSender
 from actors.trainer.weights.writing import RankWriter
-from messages import WeightProbe
+from messages import BaseWeights, WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.functions.table import INIT_HOOK
 from runtime.models.versions import WEIGHTS
@@ -67,6 +68,7 @@ from runtime.settings.topology import (
     critic_has_ranks,
     critic_topology,
     fetches_weights,
+    serves_adapters,
 )
 from runtime.util.files import atomic_directory
 
@@ -139,20 +141,29 @@ class TrainerRank:
         for served in (self, self.sending, self._writer):
             self.calls.serve(served)
         hf = self._replica.hf
-        self._versions = Versions(
-            run_directory / WEIGHTS,
-            self._model_directory,
-            every=topology.trainer.full_export_interval,
-            weight_format=self._weight_format,
-            shapes=hf_shapes(hf),
-            ignored=topology.model.ignore_config_keys,
-            is_fetched=fetches_weights(topology),
-        )
+        weights = run_directory / WEIGHTS
+        self._versions, self._bases = self._versions_in(weights), self._versions_in(weights / ADAPTERS / BASE)
+        self._adapters: AdapterVersions | None = None  # engines serve adapters; None: they load full weights
+        if serves_adapters(topology):
+            self._adapters = AdapterVersions(weights / ADAPTERS, hf, topology.trainer.lora, self._model_directory)
+        self._base: BaseWeights | None = None  # of adapter versions, as this process wrote it
         self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
         self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0
         if topology.trainer.optimizer.optimizer_cpu_offload:
             for replica in self._replicas:
                 replica.rest(run_directory)
+
+    def _versions_in(self, root: Path) -> Versions:
+        """Return a directory of versions in full or as deltas."""
+        return Versions(
+            root,
+            self._model_directory,
+            every=self._topology.trainer.full_export_interval,
+            weight_format=self._weight_format,
+            shapes=hf_shapes(self._replica.hf),
+            ignored=self._topology.model.ignore_config_keys,
+            is_fetched=fetches_weights(self._topology),
+        )
 
     def _link_to_critic(self, store: Any, device: torch.device) -> CriticLink | None:
         """Open the link to the critic's own ranks, if there are some and this is rank 0."""
@@ -294,7 +305,28 @@ class TrainerRank:
         if answers_are_recorded(self._topology):
             return NOT_WRITTEN
         begin = time.perf_counter()
+        if self._adapters is not None:
+            return self._publish_adapter(self._adapters, version, confirmed, begin, whole=whole)
         return self._published(self._begin_version(version, whole=whole), confirmed, begin)
+
+    def _publish_adapter(
+        self, adapters: AdapterVersions, version: int, confirmed: int, begin: float, *, whole: bool
+    ) -> Published:
+        """Write an adapter as a version, and the base model too if this process has not, or `whole` wants it again."""
+        if self._base is None or whole:
+            begun = self._bases.begin(version, whole=True)
+            self._writer.begin_export(
+                str(begun.whole), weight_format=self._weight_format, for_engines=True, merged=False
+            )
+            self._base = self._bases.complete(begun, self._writer.finish_export()).as_base
+            self._bases.prune(confirmed=version)
+        published = adapters.publish(version, self._whole_adapters(), self._base)
+        adapters.prune(confirmed=confirmed)
+        return replace(published, probe=self._probe(self.prompt_ids()), took_s=time.perf_counter() - begin)
+
+    @on_all_ranks
+    def _whole_adapters(self) -> dict[str, torch.Tensor]:
+        return gathered_adapters(self._replica.complete_chunks())
 
     def begin_publish(self, version: int, *, whole: bool = False) -> Unpublished:
         """Copy the weights. `finish_publish` writes the copy while training continues. One copy at a time."""

@@ -61,7 +61,7 @@ from messages import (
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
-from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded
+from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded, serves_adapters
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank, Unpublished
@@ -103,7 +103,8 @@ class Leader:
             InputError: the log no longer holds a batch that has to be trained again.
         """
         self._train = topology.train
-        self._copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
+        copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
+        self._copies = copies and not serves_adapters(topology)  # an adapter is written in a moment
         self._run_directory = rank.run_directory
         self._bus = bus
         self._feed = feed
@@ -429,11 +430,12 @@ class Leader:
             no_probe="" if published.probe else NO_PROBE,
             transport=self.sessions.transport,
             sender=self._bus.name,
-            kind="delta" if published.base_version else "full",
+            kind="lora" if published.base is not None else "delta" if published.base_version else "full",
             base_version=published.base_version,
             delta_bytes=published.delta_bytes,
             files=dict(published.files),
             manifest=published.manifest,
+            base=published.base,
             engine_sums=published.sums,
             no_sums=published.no_sums,
             again_of=self._republishing.first if again else 0,

@@ -246,6 +246,40 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
     return has_copies or engine.weight_transport == "http"
 
 
+def why_merged(topology: Topology) -> str:
+    """Return what keeps engines from serving LoRA adapters themselves; empty: nothing does."""
+    pool = topology.engines.get(POLICY)
+    if not topology.trainer.lora.rank:
+        return "trainer.lora.rank is 0"
+    if pool is None or answers_are_recorded(topology):
+        return "no engine serves the policy"
+    key, defaults = f"engines.{POLICY}", EngineConfig()
+    for name in ("weight_transport", "router", "colocate", "update_groups", "weight_format", "local_copy", "urls"):
+        if (value := getattr(pool, name)) != getattr(defaults, name):
+            return f"{key}.{name} is {msgspec.json.encode(value).decode()}"
+    if pool.kind == "sglang" and topology.model.random_init:  # its loader reads no adapter beside dummy weights
+        return "model.random_init is true, with SGLang"
+    for name, spelled, value in sglang_arguments(pool):
+        if name in ("dp_size", "data_parallel_size") and value != 1:
+            return f"{key}.sglang.{spelled} is {value}"
+    if topology.rollout.on_weight_update not in ("drain", "abort"):
+        return f'rollout.on_weight_update is "{topology.rollout.on_weight_update}"'
+    return ""
+
+
+def serves_adapters(topology: Topology) -> bool:
+    """Return whether engines serve the adapters of a LoRA run themselves; else versions are merged into the weights."""
+    pool = topology.engines.get(POLICY)
+    if pool is None or why_merged(topology):
+        return False
+    return pool.kind == "tiny" if pool.serve_adapters is None else pool.serve_adapters
+
+
+def max_adapters(topology: Topology) -> int:
+    """Return the number of adapters that an engine holds at once: those that samples may be of, and the next one."""
+    return topology.rollout.max_staleness + 2
+
+
 def fetches_weights(topology: Topology) -> bool:
     """Return whether nodes fetch weights from home and from each other, instead of reading home's directory."""
     policy = topology.engines.get(POLICY)

@@ -48,6 +48,28 @@ def test_no_engine_is_started_where_running_ones_are_named() -> None:
     assert "router.policy" not in found
 
 
+def test_an_engine_of_a_lora_run_may_hold_the_adapters_that_samples_are_of_and_the_next_one() -> None:
+    overrides = ("trainer.lora.rank=4", "rollout.max_staleness=2")
+    engine = specs("laptop.toml", "local", *overrides)["engine.policy.0"]
+    assert "--enable-lora" in engine.command
+    assert flag(engine, "--max-lora-rank") == "4"
+    assert flag(engine, "--max-loaded-loras") == flag(engine, "--max-loras-per-batch") == "5"  # with the base
+    merged = specs("laptop.toml", "local", *overrides, "engines.policy.serve_adapters=false")["engine.policy.0"]
+    assert "--enable-lora" not in merged.command
+
+
+def test_an_sglang_server_of_a_lora_run_knows_the_layers_with_adapters() -> None:
+    policy = "engines.policy={kind = 'sglang', serve_adapters = true, sglang = {lora_backend = 'torch_native'}}"
+    own = ("trainer.lora.rank=4", "model.random_init=false", policy)
+    engine = specs("laptop.toml", "local", *own)["engine.policy.0"]
+    assert {"--enable-lora", "--lora-backend"} <= set(engine.command)
+    (named,) = [part for part in engine.command if part.startswith("--lora-target-modules=")]
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert json.loads(named.partition("=")[2]) == every
+    only = specs("laptop.toml", "local", *own, 'trainer.lora.targets=["q_proj"]')
+    assert '--lora-target-modules=["q_proj"]' in only["engine.policy.0"].command
+
+
 def test_engines_of_a_teacher_serve_its_model_without_a_router() -> None:
     teacher = '{kind = "tiny", hf_checkpoint = "topologies/demo/models/boxed-copy", num_engines = 2}'
     overrides = ("algorithm.opd.type=sglang", f"engines.teacher={teacher}")

@@ -24,6 +24,7 @@ from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch, with_prompts
 from tests.grid import faults
 from tests.grid.forked import begin_job, fork_ranks, meet
+from tests.support.checkpoint_tensors import tensors_of
 from tests.support.checkpoints import save
 
 STUCK_S = 40.0
@@ -125,7 +126,11 @@ def train(place: Path, store: dist.Store, rank: int, half: str, **kind: bool) ->
         elif half == "second":
             same.append(engine.publish(1, confirmed=0).checksum)
     assert len(set(same)) <= 1, "training went on, and a copy of the weights changed"
-    save(engine, step=STEPS[half][-1] + 1, incarnation=1)
+    path, _ = save(engine, step=STEPS[half][-1] + 1, incarnation=1)
+    if topology.trainer.lora.rank:
+        saved = tensors_of(path)
+        for name, tensor in engine._whole_adapters().items():  # which versions for engines have
+            assert torch.equal(tensor, saved[name]), f"{name} was gathered otherwise than it is in the checkpoint"
     result: dict[str, Any] = {"metrics": metrics}
     if half == "second":
         published = engine.publish(3, confirmed=0)

@@ -305,7 +305,7 @@ def verifier_of(
     return WeightVerifier(client, updater, UpdateTracker(), verify=verify, trainer_dtype=trainer_dtype)
 
 
-async def _nothing_to_interrupt(_: str) -> None:
+async def _nothing_to_interrupt(_url: str, _adapter: str | None) -> None:
     await anyio.sleep_forever()
 
 

@@ -30,6 +30,7 @@ from actors.rollout.engines.status import (
     next_step,
 )
 from actors.rollout.engines.target import FleetTarget, RollingUpdate
+from actors.rollout.engines.weights.adapters import EngineAdapters, ServedAdapter
 from actors.rollout.engines.weights.files import UNCHECKED, FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import SyncMember, WeightSyncs, new_key
 from actors.rollout.engines.weights.verification import WeightsMismatch
@@ -59,6 +60,7 @@ class Engine:
         memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
         files: makes weight files available where the engine reads them, while it serves.
         rolling: schedules updates of engines that serve; None: updates at any time.
+        adapters: its LoRA adapters, if weight versions are adapters; None: each version replaces its weights.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
         rolling: RollingUpdate | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self.name = name
         self.url = url
@@ -89,6 +92,7 @@ class Engine:
         self.served_at = -math.inf  # send time of the newest request that got a token
         self.sign_at = 0.0  # time of its last sign of life: a token, or the start of accepting requests
         self.ours = ours
+        self.adapters = adapters
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.accepts_requests)
         self.shares_memory = memory_share is not None
@@ -126,11 +130,16 @@ class Engine:
         return msgspec.structs.replace(self.reported, samples=self.num_open)
 
     @contextmanager
-    def carrying(self, num_samples: int) -> Generator[None]:
-        """Count samples in flight inside the block."""
+    def carrying(self, num_samples: int) -> Generator[ServedAdapter | None]:
+        """Count samples in flight inside the block.
+
+        Yields:
+            The LoRA adapter that their requests name, which stays loaded inside the block. None: they name none.
+        """
         self.num_open += num_samples
         try:
-            yield
+            with nullcontext() if self.adapters is None else self.adapters.used() as adapter:
+                yield adapter
         finally:
             self.num_open -= num_samples
 
@@ -431,6 +440,11 @@ class Engine:
             return
         self._change(stage=UpdateStage.NONE)
 
+    async def tidy(self) -> None:
+        """Unload LoRA adapters that no request uses. Never returns; at once if the engine serves none."""
+        if self.adapters is not None:
+            await self._verifier.tidy(self.url, self.adapters)
+
     async def abandon_update(self) -> None:
         """Abandon its weight update, if there is one: it generates again, and counts for nothing."""
         update, self._update = self._update, None
@@ -459,11 +473,16 @@ class Engine:
                     return
                 if state is EngineState.CURRENT:
                     self._change(Trigger.UPDATE_BEGAN)
-                others_serve = self._rolling.is_on and self.accepts_requests
+                others_serve = self._rolling.is_on and self.accepts_requests and self.adapters is None
                 check_read = nothing if member is not None else partial(self._files.check_read, announced)
-                update = self._verifier.update(
-                    self.name, self.url, announced, first=first, check_read=check_read, member=member
-                )
+                if self.adapters is not None and announced.base is not None:
+                    update = self._verifier.update_adapter(
+                        self.name, self.url, announced, self.adapters, self._files, first=first
+                    )
+                else:
+                    update = self._verifier.update(
+                        self.name, self.url, announced, first=first, check_read=check_read, member=member
+                    )
                 async with self.registration.apart() if others_serve else nullcontext(), aclosing(update) as steps:
                     label, pause_s = "", 0.0
                     async for done in steps:

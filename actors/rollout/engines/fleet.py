@@ -18,6 +18,7 @@ from actors.rollout.engines.router import ThroughRouter, wait_until
 from actors.rollout.engines.serving import Serving, no_others
 from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.engines.target import FleetTarget, RollingUpdate
+from actors.rollout.engines.weights.adapters import EngineAdapters
 from actors.rollout.engines.weights.files import UNCHECKED, CopyRefused, FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.updater import progress_text
@@ -26,6 +27,7 @@ from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, is_away
 from messages import EngineChecksum, EngineState, EngineUpdate, WeightsAnnounced
+from runtime.bus.background import in_background
 from runtime.process.actor import InputError
 from runtime.settings.topology import POLICY
 from runtime.util.retrying import Backoff
@@ -61,8 +63,10 @@ class Fleet:
         *,
         update_groups: int = 1,
         dispatch: Dispatch | None = None,
+        max_adapters: int = 0,
     ) -> None:
         self._client = client
+        self._max_adapters = max_adapters
         self._dispatch = dispatch or ThroughRouter(client, verifier.updates.engine_of)
         self._verifier = verifier
         self.events = events or RateLimitedEvents()
@@ -242,7 +246,8 @@ class Fleet:
             name, url, ours=ours, pid=pid, wanted=wanted, memory_share=memory_share, files=files
         )
         try:
-            await self._bring_to_target(engine, kill)
+            async with in_background(engine.tidy):
+                await self._bring_to_target(engine, kill)
         finally:
             await engine.abandon_update()
 
@@ -338,6 +343,7 @@ class Fleet:
             memory_share=memory_share,
             files=files,
             rolling=self._rolling,
+            adapters=EngineAdapters(self._max_adapters) if self._max_adapters else None,
         )
         if old is not None:
             old.replaced()

@@ -109,18 +109,26 @@ class RunningRequests:
         finally:
             self._halt_listeners.discard(listener)
 
-    async def interrupt(self, url: str) -> None:
-        """Abort the training requests of an engine until cancelled; they continue from their tokens later."""
+    async def interrupt(self, url: str, adapter: str | None = None) -> None:
+        """Abort the training requests of an engine until cancelled; they continue from their tokens later.
+
+        Args:
+            url: of the engine.
+            adapter: those that name this LoRA adapter; None: all.
+        """
         self._num_interruptions += 1
         self._num_interrupting += 1
         try:
             while True:
                 here = self._by_url(self._running).get(url, [])
-                rids = [rid for rid in here if self._running[rid].round is not None]
+                rids = [rid for rid in here if self._running[rid].round is not None and self._names(rid, adapter)]
                 await self._abort_at(url, _engine_rids(rids, self._running), everything=len(rids) == len(here))
                 await anyio.sleep(ABORT_AGAIN_S)
         finally:
             self._num_interrupting -= 1
+
+    def _names(self, rid: str, adapter: str | None) -> bool:
+        return adapter is None or self.open[rid].adapter == adapter
 
     async def drop(self, rids: Sequence[str], reason: str) -> None:
         """Give up lost requests, so that they are resent, and abort their remains on the engines."""

@@ -56,6 +56,7 @@ class OpenRequest:
     num_tokens: int = 0  # at the last check
     token_at: float = 0.0  # time of the last check that found new tokens
     engine: str = ""  # the engine that has it; empty: unknown before the first token
+    adapter: str = ""  # name of the LoRA adapter that it names
     given_up: bool = False  # it will be resent elsewhere
     lost: str = ""  # reason of the loss, if its engine generates tokens for other requests
     give_up: Callable[[], None] = lambda: None  # stops waiting for its answer

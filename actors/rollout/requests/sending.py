@@ -11,6 +11,7 @@ import structlog
 
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.serving import Serving
+from actors.rollout.engines.weights.adapters import ServedAdapter
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.isolation import IsolationRuns
 from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
@@ -31,7 +32,7 @@ from actors.rollout.sglang.errors import (
     TokensUnverified,
 )
 from actors.rollout.sglang.labels import version_of
-from actors.rollout.sglang.reading import AnswerReader
+from actors.rollout.sglang.reading import AdapterLabels, AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
 from messages import EngineLoad, SampleStatus
 from runtime.util.retrying import Backoff
@@ -50,6 +51,7 @@ class Destination(NamedTuple):
     url: str  # of the router or an engine
     engine: Engine | None = None  # set if the request bypasses the router
     alone: bool = False  # the engine has no other request of this run
+    adapter: ServedAdapter | None = None  # LoRA adapter that the request names
 
 
 @dataclass
@@ -179,6 +181,7 @@ class Generator:
                 sent_under=version if streamed else 0,
                 prefix_of=version if self._keeps_prefixes else 0,
                 trusts=self._serving.updates.trust_from_now_on(),
+                adapter=_labels_at(place),
             )
             for engine_rid, each in zip(request.engine_rids(rid), request.inputs, strict=True)
         ]
@@ -331,8 +334,9 @@ class Generator:
                 raise self._poison(sample)
             case RequestStatus.QUARANTINED:
                 async with self._isolation_runs.alone(min_version, halted) as engine:
-                    with nullcontext() if engine is None else engine.carrying(len(request.inputs)):
-                        yield None if engine is None else Destination(engine.url, engine, alone=True)
+                    with nullcontext() if engine is None else engine.carrying(len(request.inputs)) as adapter:
+                        alone = None if engine is None else Destination(engine.url, engine, alone=True, adapter=adapter)
+                        yield alone
             case RequestStatus.ORDINARY:
                 if not await self._wait_ready(min_version, halted):
                     yield None
@@ -346,8 +350,9 @@ class Generator:
                 if engine is None:
                     yield Destination(self._serving.router)
                     return
-                with engine.carrying(len(request.inputs)):  # from the choice on: others are chosen in the same moment
-                    yield Destination(engine.url, engine)
+                # from the choice on: others are chosen in the same moment
+                with engine.carrying(len(request.inputs)) as adapter:
+                    yield Destination(engine.url, engine, adapter=adapter)
 
     async def _note_death(self, sample: str, request: GenerateRequest, this: Try) -> bool:
         """Determine whether a request was lost by an engine crash, and record that."""
@@ -381,6 +386,7 @@ class Generator:
         with self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
             if place.engine is not None:
                 sent.engine = place.engine.name
+            sent.adapter = "" if place.adapter is None else place.adapter.name
             try:
                 if this.streamed:
                     await self._stream(place.url, body, readers[0], routing_key, request.begun)
@@ -451,6 +457,8 @@ class Generator:
 
     def _version_at(self, place: Destination) -> int:
         """Return the weight version of the engine that gets a request, or the oldest one that may."""
+        if place.adapter is not None:
+            return place.adapter.version
         return self._serving.version if place.engine is None else place.engine.version
 
     def _body(self, request: GenerateRequest, this: Try) -> dict[str, Any]:
@@ -461,6 +469,7 @@ class Generator:
             max_new_tokens=request.max_new_tokens,
             seeds=[each.seed for each in request.inputs],
             version=this.version,
+            adapter="" if this.place.adapter is None else this.place.adapter.name,
         )
 
     def _check(self, request: GenerateRequest) -> None:
@@ -473,6 +482,12 @@ class Generator:
             self._model.check_stop(request.params.stop)
         except ValueError as error:
             raise RequestRefused(f"not sent: {error}") from error
+
+
+def _labels_at(place: Destination) -> AdapterLabels | None:
+    if place.adapter is None or place.engine is None or place.engine.adapters is None:
+        return None
+    return AdapterLabels(place.engine.adapters.base_label, place.adapter.label)
 
 
 def sample_of(rid: str) -> str:

@@ -17,6 +17,7 @@ def generate_body(
     max_new_tokens: int,
     seeds: Sequence[int] = (),
     version: int = 0,
+    adapter: str = "",
 ) -> dict[str, Any]:
     """Build a request for one response per list of token ids, with log-probs.
 
@@ -31,6 +32,7 @@ def generate_body(
         seeds: of the responses; empty: the server chooses them.
         version: weight version of the engines. Cached prefixes are shared only within a version: after an in-place
             update the cache still holds prefixes of older weights.
+        adapter: name of a LoRA adapter; empty: the base model.
     """
     prompts = [ids.tolist() for ids in input_ids]  # JSON has no arrays
     sampling: dict[str, Any] = {
@@ -56,10 +58,13 @@ def generate_body(
         "return_logprob": True,
         "extra_key": f"weights {version}",
         **masks,
+        **_named(adapter),
     }
 
 
-def probe_body(rid: str, token_ids: Sequence[int], start: int = 0, topk: int = 0) -> dict[str, Any]:
+def probe_body(
+    rid: str, token_ids: Sequence[int], start: int = 0, topk: int = 0, *, adapter: str = ""
+) -> dict[str, Any]:
     """Build a request for the log-probs of a prompt only, from the token after `start` on.
 
     With `topk` it also asks for that number of likeliest tokens at each place.
@@ -71,4 +76,9 @@ def probe_body(rid: str, token_ids: Sequence[int], start: int = 0, topk: int = 0
         "return_logprob": True,
         "logprob_start_len": start,  # 0 also keeps the engine from using KV cache of older weights
         **({"top_logprobs_num": topk} if topk else {}),
+        **_named(adapter),
     }
+
+
+def _named(adapter: str) -> dict[str, Any]:
+    return {"lora_path": adapter} if adapter else {}

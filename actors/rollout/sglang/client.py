@@ -14,6 +14,7 @@ from actors.rollout.sglang.body import probe_body
 from actors.rollout.sglang.checks import label_in
 from actors.rollout.sglang.control_answers import (
     RUN_LABEL,
+    AdapterAnswer,
     ChecksumAnswer,
     ErrorEvent,
     Load,
@@ -21,6 +22,7 @@ from actors.rollout.sglang.control_answers import (
     ModelInfo,
     ProbeAnswer,
     RouterWorker,
+    ServedModels,
     WorkerList,
     decode_control,
 )
@@ -250,17 +252,42 @@ class SglangClient:
         answer = await self._post(url, {"action": "checksum"}, timeout_s or self._stall_s)
         return decode_control(url, answer, ChecksumAnswer)
 
-    async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
+    async def load_adapter(self, engine: str, name: str, path: str, timeout_s: float) -> AdapterAnswer:
+        """Load a LoRA adapter from a directory, under a name that is not loaded. Generation goes on meanwhile.
+
+        Raises:
+            RequestRefused: the engine cannot load it, or the name is loaded.
+        """
+        url = engine + "/load_lora_adapter"
+        answer = await self._guarded_post(url, {"lora_name": name, "lora_path": path}, timeout_s)
+        return decode_control(url, answer, AdapterAnswer)
+
+    async def unload_adapter(self, engine: str, name: str, timeout_s: float) -> None:
+        """Unload a LoRA adapter. The engine answers once its requests have ended, and loads wait for that too."""
+        await self._command(engine + "/unload_lora_adapter", {"lora_name": name}, timeout_s)
+
+    async def adapters(self, engine: str) -> dict[str, str]:
+        """Return the names of the LoRA adapters that an engine has loaded, with the directories they are from."""
+        url = engine + "/v1/models"
+        models = decode_control(url, await self._look(url), ServedModels).data
+        return {model.id: model.root for model in models if model.parent}
+
+    async def prompt_log_probs(self, engine: str, token_ids: Sequence[int], adapter: str = "") -> list[float | None]:
         """Return the log-probs of a prompt's tokens at temperature 1, recomputed without the cache.
 
         The first entry is None. The list is empty if the response is for other tokens.
+
+        Args:
+            engine: URL of the engine.
+            token_ids: of the prompt.
+            adapter: name of a loaded adapter; empty: the base model.
 
         Raises:
             EngineUnavailable: the request was aborted each time, e.g. by an abort-all of another client.
         """
         url = engine + "/generate"
         for _ in range(PROBE_TRIES):
-            data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids), self._stall_s)
+            data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids, adapter=adapter), self._stall_s)
             meta = decode_control(url, data, ProbeAnswer).meta_info
             if (meta.finish_reason or {}).get("type") != "abort":
                 right = [token for _, token, _ in meta.input_token_logprobs] == list(token_ids)
@@ -337,9 +364,12 @@ class SglangClient:
         await self._command(url, body, timeout_s)
 
     async def _command(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
+        await self._guarded_post(url, body, timeout_s)
+
+    async def _guarded_post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
         if self._guard is not None:
             await self._guard(url.rpartition("/")[0])
-        await self._post(url, body, timeout_s)
+        return await self._post(url, body, timeout_s)
 
     async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
         return await self._send("POST", url, msgspec.json.encode(body), timeout_s)

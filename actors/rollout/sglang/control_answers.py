@@ -27,6 +27,27 @@ class ChecksumAnswer(msgspec.Struct, frozen=True):
     ranks: tuple[RankSums, ...] = ()
 
 
+class AdapterAnswer(msgspec.Struct, frozen=True):
+    """Response of /load_lora_adapter."""
+
+    loaded_adapters: dict[str, str] = {}  # directories by name
+    checksums: dict[str, str] = {}  # of the tensors as read, by name of the adapter; empty: SGLang reports none
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The used part of an entry of /v1/models: the base model, or an adapter."""
+
+    id: str
+    root: str = ""
+    parent: str | None = None  # of an adapter
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    """Response of /v1/models."""
+
+    data: tuple[ServedModel, ...] = ()
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """The used part of /model_info."""
 

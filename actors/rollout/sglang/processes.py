@@ -13,6 +13,7 @@ from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.models.config_keys import defaults_of
 from runtime.models.fp8 import SERVED
+from runtime.settings.derived import policy_model
 from runtime.settings.devices import NVIDIA, ON_CPU
 from runtime.settings.owners import rollout_places
 from runtime.settings.placement import ProcessPlace, engine_places, served_dtype
@@ -26,7 +27,15 @@ from runtime.settings.processes import (
     WhenListening,
 )
 from runtime.settings.tables.engines import EngineConfig
-from runtime.settings.topology import POLICY, Topology, model_of, only_answers, sglang_arguments
+from runtime.settings.topology import (
+    POLICY,
+    Topology,
+    max_adapters,
+    model_of,
+    only_answers,
+    serves_adapters,
+    sglang_arguments,
+)
 from runtime.settings.torch_threads import threads_of
 
 TINY_READY_TIMEOUT_S: Final = 120.0
@@ -38,6 +47,8 @@ ROUTER_PATH: Final = "/liveness"
 SERVER_ENVIRONMENT: Final = FOREIGN | NO_DIAGNOSTICS
 # "power_of_two" starts with two engines or more; engines register later, and these never do
 UNREACHABLE: Final = ("--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2", "--worker-startup-timeout-secs", "5")
+ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP: Final = ("gate_proj", "up_proj", "down_proj")  # that of a model with experts has no adapters
 METRICS_HOST: Final = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
 
 
@@ -108,8 +119,29 @@ def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
     load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
     command += ignoring(topology) if engine.hf_checkpoint is None else ()
-    own = {"load_format": load_format, "dtype": served_dtype(topology, engine)}
+    own: dict[str, Any] = {"load_format": load_format, "dtype": served_dtype(topology, engine)}
+    if pool == POLICY and serves_adapters(topology):
+        own |= adapter_arguments(topology)
     return _with_arguments(command, _common_arguments(topology, pool, index) | own)
+
+
+def adapter_arguments(topology: Topology) -> dict[str, Any]:
+    """Return the arguments by which an engine serves the run's adapters."""
+    number = max_adapters(topology) + 1  # SGLang counts the base model in a batch, and loads at least that many
+    return {
+        "enable_lora": True,
+        "max_lora_rank": topology.trainer.lora.rank,
+        "max_loras_per_batch": number,
+        "max_loaded_loras": number,
+    }
+
+
+def adapter_targets(topology: Topology) -> tuple[str, ...]:
+    """Return the names of the layers with adapters, which SGLang wants to know at its start."""
+    targets = topology.trainer.lora.targets
+    if targets != "all-linear":
+        return targets
+    return ATTENTION if policy_model(topology).shape.experts is not None else (*ATTENTION, *MLP)
 
 
 def ignoring(topology: Topology) -> tuple[str, ...]:
@@ -146,6 +178,8 @@ def _server_command(topology: Topology, pool: str, index: int) -> tuple[str, ...
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
+    if pool == POLICY and serves_adapters(topology):
+        arguments |= adapter_arguments(topology) | {"lora_target_modules": list(adapter_targets(topology))}
     arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
     if topology.model.ignore_config_keys and engine.hf_checkpoint is None:
         arguments[OVERRIDES] = defaults_of(topology.model.ignore_config_keys) | arguments.get(OVERRIDES, {})

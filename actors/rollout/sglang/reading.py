@@ -47,6 +47,13 @@ class _LabelStart(NamedTuple):
     mark: Mark
 
 
+class AdapterLabels(NamedTuple):
+    """Weight labels of a request that names a LoRA adapter."""
+
+    base: str  # that the engine reports
+    adapter: str  # of the adapter on that base
+
+
 class AnswerReader:
     """The answer to one request, in the buffer of its sample.
 
@@ -64,6 +71,7 @@ class AnswerReader:
         sent_under: int = 0,
         prefix_of: int = 0,
         trusts: Callable[[str], bool] = lambda _: True,
+        adapter: AdapterLabels | None = None,
     ) -> None:
         """Start without tokens.
 
@@ -75,11 +83,13 @@ class AnswerReader:
             prefix_of: weight version of the cached prefixes that the engine may have used. It has to sample the first
                 token. 0: any version may.
             trusts: whether tokens under a label may be used; applies until the last chunk arrives.
+            adapter: labels, if the request names a LoRA adapter.
         """
         self._buffer = buffer
         self._expected = expected
         self._new_input = new_input
         self._trusts = trusts
+        self._adapter = adapter
         self._begin = buffer.mark  # before the new input
         self._first = buffer.num_tokens + len(new_input)  # position of the first token of the answer
         self._ids: TokenList[int] = TokenList(decode_ids, b",")
@@ -153,7 +163,7 @@ class AnswerReader:
             ValueError: it is invalid, or does not follow the earlier chunks; it is not added.
             PrefixOutdated: it has the first token, of another version than the cached prefix; it is not added.
         """
-        meta, before = chunk.meta_info, self.num_tokens
+        meta, before = self._with_label_of_adapter(chunk.meta_info), self.num_tokens
         ids, length = self._ids.read(chunk.output_ids, before, meta.completion_tokens)
         total = meta.completion_tokens
         if total is None:
@@ -187,6 +197,18 @@ class AnswerReader:
             self._buffer.relabel(exact)
         if ended:
             self._exact = exact
+
+    def _with_label_of_adapter(self, meta: MetaInfo) -> MetaInfo:
+        """Replace the label of the base model: an engine does not say which adapter sampled a token.
+
+        A request keeps the adapter that it names to its end. Tokens on another base keep that one's label.
+        """
+        if self._adapter is None:
+            return meta
+        base, own = self._adapter
+        spans = [replace(each, version=own) if each.version == base else each for each in meta.weight_versions or ()]
+        named = own if meta.weight_version == base else meta.weight_version
+        return replace(meta, weight_version=named, weight_versions=spans or meta.weight_versions)
 
     def add_whole(self, answer: Answer) -> None:
         """Add a whole answer; raises ValueError like `add`, and if it has no end."""

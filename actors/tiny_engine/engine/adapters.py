@@ -37,6 +37,11 @@ class LoadedAdapters:
         """Where each loaded adapter was read."""
         return {name: adapter.path for name, adapter in self._loaded.items()}
 
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Checksum of each loaded adapter's tensors."""
+        return {name: adapter.checksum for name, adapter in self._loaded.items()}
+
     def acquire(self, requests: Sequence[Request]) -> None:
         """Give requests their adapters, which stay in use until they are released.
 

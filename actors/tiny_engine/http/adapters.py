@@ -63,8 +63,9 @@ class AdapterEndpoints:
                 log.warning("refused", path=request.path, reason=str(error))
                 body = {"success": False, "error_message": str(error), "loaded_adapters": None}
                 return json_answer(body, status=400)
-            paths = self._frontend.adapters.paths
-            return json_answer({"success": True, "error_message": "", "loaded_adapters": paths})
+            loaded = self._frontend.adapters
+            sums = {"checksums": loaded.checksums}  # not in SGLang: of the tensors as they came
+            return json_answer({"success": True, "error_message": "", "loaded_adapters": loaded.paths, **sums})
 
         return answer
 

@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.tiny_engine.model.experts import stacked
+from actors.tiny_engine.model.forward import SAFETENSORS_DTYPE, Pair, Rows
 from runtime.models.blocks import Experts, ModelShape, Weight
+from runtime.models.checksums import combined, tensor_checksum
 from runtime.models.directory import ModelError, read_json
 
 CONFIG: Final = "adapter_config.json"
@@ -47,39 +49,14 @@ class Place(NamedTuple):
     fused_rows: int  # of the fused weight
 
 
-class Pair(NamedTuple):
-    """The joined pairs of one fused weight."""
-
-    a: Tensor  # [sum of ranks, in]
-    b: Tensor  # [sum of ranks, out of the fused weight]
-    scale: float
-
-    def add(self, out: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add the product to the output of the linear layer, in place.
-
-        Args:
-            out: output [R, ..., out].
-            x: input [R, ..., in].
-            rows: those that get it; None: all.
-        """
-        narrow = (x if rows is None else x[rows]) @ self.a.t()
-        if rows is None:
-            out.view(-1, out.shape[-1]).addmm_(narrow.view(-1, narrow.shape[-1]), self.b, alpha=self.scale)
-        else:
-            out.index_add_(0, rows, narrow @ self.b, alpha=self.scale)
-
-
 class Adapter:
     """An adapter in memory. It never changes, so requests that hold it need no lock."""
 
-    def __init__(self, name: str, path: str, layers: Sequence[Mapping[str, Pair]]) -> None:
+    def __init__(self, name: str, path: str, checksum: str, layers: Sequence[Mapping[str, Pair]]) -> None:
         self.name = name
+        self.checksum = checksum  # of its tensors as they came, as in runtime/models/checksums.py
         self.path = path  # where it was read; of tensors "__tensor__", as in SGLang
         self.layers = layers  # pairs of each layer of the model, by name of the fused weight without `.weight`
-
-
-Rows = Sequence[tuple[Adapter, Tensor | None]]  # the adapters of a batch, with their rows; None: all rows
-LayerRows = tuple[Mapping[str, Pair], Tensor | None]  # the pairs of a layer, with the rows of their adapter
 
 
 def rows_of(adapters: Sequence[Adapter | None]) -> Rows:
@@ -88,7 +65,7 @@ def rows_of(adapters: Sequence[Adapter | None]) -> Rows:
     for row, adapter in enumerate(adapters):
         if adapter is not None:
             found.setdefault(adapter, []).append(row)
-    return [(each, None if len(rows) == len(adapters) else torch.tensor(rows)) for each, rows in found.items()]
+    return [(each.layers, None if len(rows) == len(adapters) else torch.tensor(rows)) for each, rows in found.items()]
 
 
 def places(shape: ModelShape) -> dict[str, Place]:
@@ -174,7 +151,7 @@ class AdapterReader:
         for place, pair in pairs.items():
             if len(pair) != len(_KINDS):
                 raise AdapterRefused(f"LoRA adapter {name}: layer {place.layer} has A or B of a pair alone")
-        return Adapter(name, path, self._joined(pairs, rank, scale))
+        return Adapter(name, path, _checksum(tensors), self._joined(pairs, rank, scale))
 
     def _rank_and_scale(self, name: str, config: Mapping[str, Any]) -> tuple[int, float]:
         refused = [key for key in _REFUSED if config.get(key)]
@@ -216,6 +193,15 @@ class AdapterReader:
                 b[rows, columns] = pairs[place][second].to(self._dtype).t()
             layers[layer][held] = Pair(a, b, scale)
         return layers
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    sums: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        spelled = str(tensor.dtype).removeprefix("torch.")
+        data = tensor.contiguous().view(torch.uint8).numpy().data
+        sums[name] = tensor_checksum(name, SAFETENSORS_DTYPE.get(spelled, spelled), tensor.shape, data)
+    return combined(sums).total
 
 
 def _layer_and_kind(name: str, key: str) -> tuple[str, str]:

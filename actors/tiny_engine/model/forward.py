@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from actors.tiny_engine.model.adapters import LayerRows, Rows
 from actors.tiny_engine.model.experts import BIAS, experts_output, stacked
 from runtime.models.blocks import Attention, Experts, Mlp, ModelShape, Weight, norm
 from runtime.models.config import ModelError
@@ -33,6 +32,32 @@ SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF1
 _STAMPS: Final = itertools.count(1)
 Waves = Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and signed sines of positions, by rotary embedding
 Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
+
+
+class Pair(NamedTuple):
+    """The joined pairs of a LoRA adapter for one fused weight (adapters.py). R: rows of a batch."""
+
+    a: Tensor  # [sum of ranks, in]
+    b: Tensor  # [sum of ranks, out of the fused weight]
+    scale: float
+
+    def add(self, out: Tensor, x: Tensor, rows: Tensor | None) -> None:
+        """Add the product to the output of the linear layer, in place.
+
+        Args:
+            out: output [R, ..., out].
+            x: input [R, ..., in].
+            rows: those that get it; None: all.
+        """
+        narrow = (x if rows is None else x[rows]) @ self.a.t()
+        if rows is None:
+            out.view(-1, out.shape[-1]).addmm_(narrow.view(-1, narrow.shape[-1]), self.b, alpha=self.scale)
+        else:
+            out.index_add_(0, rows, narrow @ self.b, alpha=self.scale)
+
+
+LayerRows = tuple[Mapping[str, Pair], Tensor | None]  # pairs of an adapter by name of the fused weight, with its rows
+Rows = Sequence[tuple[Sequence[Mapping[str, Pair]], Tensor | None]]  # the same of all layers; None: all rows
 
 
 @dataclass(slots=True)
@@ -263,7 +288,7 @@ def hidden_states(weights: Weights, ids: Tensor, waves: Waves, attend: Attend, a
         x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as in transformers
     for index, layer in enumerate(weights.layers):
         held = layer.held
-        own = [(adapter.layers[index], rows) for adapter, rows in adapters]
+        own = [(layers[index], rows) for layers, rows in adapters]
         normed = _normed(x, held.get("input_layernorm.weight"), config)
         mixed = attend(index, *_queries_and_keys(normed, layer, config, waves, own))
         added = _linear(mixed, layer, "self_attention.linear_proj", own)

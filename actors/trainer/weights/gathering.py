@@ -38,18 +38,19 @@ class Part(NamedTuple):
         return self.tensor if self.merge is None else self.merge()
 
 
-def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
+def own_parts(chunks: Sequence[Any], model: HfConfig, *, merged: bool = True) -> list[Part]:
     """List this rank's tensors in export order. They are the model's own tensors, not copies; adapters are merged late.
 
     Args:
         chunks: the rank's GPTModels.
         model: configuration that they were built from.
+        merged: merge adapters; else the tensors are those of the base model.
     """
-    return [part for built in chunks for part in _parts_of(built, model)]
+    return [part for built in chunks for part in _parts_of(built, model, merged=merged)]
 
 
-def _parts_of(built: Any, model: HfConfig) -> Iterator[Part]:
-    adapters = adapters_of(built)
+def _parts_of(built: Any, model: HfConfig, *, merged: bool) -> Iterator[Part]:
+    adapters = adapters_of(built) if merged else {}
     for name, tensor in tensors_of(built):
         if not _is_copy(name, built, model):
             yield _part(global_name(name, built), tensor, model)._replace(merge=merge_of(adapters, name, tensor))

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from actors.trainer.models.files import copy_small_files, set_format
-from messages import EngineSums, FileSum, WeightProbe
+from messages import BaseWeights, EngineSums, FileSum, WeightProbe
 from runtime.models.checksums import combined
 from runtime.models.delta import DeltaError, TensorDelta, Version, write_index
 from runtime.models.file_sums import sum_of
@@ -47,6 +47,19 @@ class Published:
     sums: EngineSums | None = None  # of the tensors that an engine holds then; None: `no_sums` says why
     no_sums: str = ""
     manifest: str = ""  # digest by which nodes fetch the version; "": they read its directory
+    base: BaseWeights | None = None  # of an adapter: the weights that it belongs to; None: these are full weights
+
+    @property
+    def as_base(self) -> BaseWeights:
+        """Describe these full weights as the base of adapters."""
+        return BaseWeights(
+            path=str(self.path),
+            checksum=self.checksum,
+            size_bytes=self.size_bytes,
+            files=dict(self.files),
+            engine_sums=self.sums,
+            no_sums=self.no_sums,
+        )
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)

@@ -66,6 +66,7 @@ class RankWriter:
         base: str = "",
         of_critic: bool = False,
         for_engines: bool = False,
+        merged: bool = True,
     ) -> None:
         """Start to write the weights.
 
@@ -77,11 +78,12 @@ class RankWriter:
             base: full files of the previous version.
             of_critic: write the critic, not the policy.
             for_engines: compute the checksums of an engine's tensors too.
+            merged: merge LoRA adapters; else write the base model.
         """
         with self._policy.memory.phase("export"):
             replica = self._critic if of_critic else self._policy
             assert replica is not None
-            parts = own_parts(replica.complete_chunks(), replica.hf)
+            parts = own_parts(replica.complete_chunks(), replica.hf, merged=merged)
             if copy or of_critic:  # of a critic, numpy would hold storages that an offload frees
                 parts = copied(parts)
             export = export_to_files(

@@ -11,16 +11,27 @@ from runtime.settings.derived import (
     uses_reference,
 )
 from runtime.settings.reading.config import Problem
+from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.tables.trainer import LoraConfig
-from runtime.settings.topology import Topology, reference_in_pool
+from runtime.settings.topology import (
+    POLICY,
+    Topology,
+    max_adapters,
+    reference_in_pool,
+    serves_adapters,
+    sglang_arguments,
+    why_merged,
+)
 
 KEY: Final = "trainer.lora"
+OF_THE_RUN: Final = ("enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths")  # arguments of SGLang
 NOT_YET: Final = f"not implemented yet with {KEY}.rank"
 
 
 def lora_problems(topology: Topology) -> Iterator[Problem]:
     """Yield settings that LoRA does not support yet, and settings of adapters without a rank."""
     config = topology.trainer.lora
+    yield from _served(topology)
     if not config.rank:
         for name in LoraConfig.__struct_fields__:
             if getattr(config, name) != getattr(LoraConfig(), name):
@@ -31,6 +42,31 @@ def lora_problems(topology: Topology) -> Iterator[Problem]:
     yield from _objective(topology)
     yield from _other_models(topology)
     yield from _changes_of_the_base(topology)
+
+
+def _served(topology: Topology) -> Iterator[Problem]:
+    pool = topology.engines.get(POLICY)
+    if pool is not None and pool.serve_adapters and (reason := why_merged(topology)):
+        message = f"not implemented yet where {reason}; allowed: false"
+        yield Problem.of(f"engines.{POLICY}.serve_adapters", pool.serve_adapters, message)
+    if pool is not None and serves_adapters(topology):
+        yield from _arguments(topology, pool)
+    for name, engine in topology.engines.items():
+        if name != POLICY and engine.serve_adapters is not None:
+            yield Problem.of(f"engines.{name}.serve_adapters", engine.serve_adapters, f"only {POLICY} has adapters")
+
+
+def _arguments(topology: Topology, pool: EngineConfig) -> Iterator[Problem]:
+    """Yield arguments of SGLang by which an engine could not serve the run's adapters."""
+    number = max_adapters(topology)
+    least = {"max_loras_per_batch": number + 1, "max_loaded_loras": number}  # a batch may have the base model too
+    for name, spelled, value in sglang_arguments(pool):
+        key = f"engines.{POLICY}.sglang.{spelled}"
+        if name in OF_THE_RUN:
+            yield Problem.of(key, value, f"it follows from {KEY}")
+        elif name in least and not (isinstance(value, int) and value >= least[name]):
+            message = f"allowed: {least[name]} or more, for rollout.max_staleness = {topology.rollout.max_staleness}"
+            yield Problem.of(key, value, message)
 
 
 def _objective(topology: Topology) -> Iterator[Problem]:

@@ -80,6 +80,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     # from home and from each other ("http"), a broadcast ("collective"), or shared memory ("ipc"). "http" needs the
     # trainer at home; "ipc" needs `colocate`; "collective" needs engines outside the trainer's memory.
     weight_transport: Harmless[WeightTransport] = "disk"
+    # Engines serve the adapters of a LoRA run themselves: a weight version is an adapter of its own, and an update
+    # pauses nothing. If false, adapters are merged into full weights. By default true for the tiny engine where the
+    # other settings allow it, and false for SGLang. Needs `trainer.lora.rank`.
+    serve_adapters: Harmless[bool | None] = None
     # Dtype or quantization in which engines receive new weights. "fp8" needs SGLang on GPUs.
     weight_format: Harmless[WeightFormat] = "as_trained"
     # Source of a restarted engine's first weights: files, or a serving SGLang engine on the same node ("peer").

@@ -23,7 +23,7 @@ from runtime.util.formatting import count_of, duration
 log = structlog.get_logger()
 
 Mode = Literal["drain", "abort", "retract", "in_place"]
-Interrupt = Callable[[str], Awaitable[None]]
+Interrupt = Callable[[str, str | None], Awaitable[None]]
 Hold = Callable[[], AbstractAsyncContextManager[None]]
 
 CONTINUE_TRIES: Final = 3
@@ -149,8 +149,13 @@ class Updater:
         self._receiver = Receiver(client, self.limits.stall_s, self.note)
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
-        """Set the callback that aborts an engine's training requests, by its URL, until it is cancelled."""
+        """Set the callback that aborts training requests until it is cancelled, by the engine's URL and an adapter."""
         self._interrupt = interrupt
+
+    async def interrupt(self, url: str, adapter: str) -> None:
+        """Abort the training requests that name an adapter, until cancelled."""
+        assert self._interrupt is not None, "the generator sets it at the start"
+        await self._interrupt(url, adapter)
 
     def hold_by(self, hold: Hold) -> None:
         """Set the context manager that blocks new requests."""
@@ -307,7 +312,7 @@ class Updater:
 
     async def _keep_interrupting(self, url: str) -> None:
         assert self._interrupt is not None, "the generator sets it at the start"
-        await self._interrupt(url)
+        await self._interrupt(url, None)
 
     @asynccontextmanager
     async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:

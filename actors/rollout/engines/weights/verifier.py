@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple
 
 import structlog
 
 from actors.rollout.engines.status import UpdateStage
-from actors.rollout.engines.weights.files import WeightsDamaged
+from actors.rollout.engines.weights.adapters import AdapterUpdates, EngineAdapters, base_announcement
+from actors.rollout.engines.weights.files import FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import MemberShape, SyncMember
 from actors.rollout.engines.weights.updater import Progress, SentWeights, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
@@ -77,8 +80,10 @@ class WeightVerifier:
         trainer_dtype: str,
         weight_format: WeightFormat = "as_trained",
         start_weights: StartWeights = "files",
+        adapters: AdapterUpdates | None = None,
     ) -> None:
         self.updates = tracker
+        self._adapters = adapters
         self._start_weights: StartWeights = start_weights
         self._client = client
         self._updater = updater
@@ -163,6 +168,77 @@ class WeightVerifier:
             self.updates.refuse(label)
             self._updater.end_note(url)
 
+    async def update_adapter(
+        self,
+        engine: str,
+        url: str,
+        announced: WeightsAnnounced,
+        adapters: EngineAdapters,
+        files: FileSource,
+        *,
+        first: bool,
+    ) -> AsyncGenerator[Updated]:
+        """Load the adapter of a version and verify it, while the engine generates; closing it abandons the update.
+
+        The first time, load the base model before, as `update` does.
+
+        Yields:
+            As `update` does; the labels are those of the base model.
+
+        Args:
+            engine: its name.
+            url: where it listens.
+            announced: the version, with a base.
+            adapters: of the engine.
+            files: source of the files.
+            first: whether this is its first update since it was last not ready.
+
+        Raises:
+            WeightsMismatch: it does not hold the weights.
+            EngineError: it refused the update, or does not respond.
+        """
+        assert self._adapters is not None, "the fleet serves adapters"
+        assert announced.base is not None, "an adapter is of a base model"
+        if first or adapters.base_checksum != announced.base.checksum:
+            base = await files.provide(base_announcement(announced, announced.base), doubted=False)
+            adapters.base_checksum = ""
+            label, check_read = "", partial(files.check_read, base)
+            async with aclosing(self.update(engine, url, base, first=True, check_read=check_read)) as steps:
+                async for done in steps:
+                    label = done.label
+                    yield done
+            adapters.base_label, adapters.base_checksum = label, announced.base.checksum
+            await self._adapters.inherit(url, adapters)
+        label = self.updates.begin(engine, announced.version)
+        adapter = self._adapters.named(label, announced.version)
+        self._updater.note(url, "loads an adapter", self._updater.limits.load_s(announced.size_bytes))
+        is_verified = False
+        try:
+            await self._adapters.load(url, adapters, announced, adapter)
+            yield Updated(UpdateStage.RESUMED, adapters.base_label)
+            self._updater.note(url, "is verified")
+            self._refuse_if(engine, label_mismatch(adapters.base_label, await self._client.weight_version(url)))
+            if announced.probe is not None and is_thorough(self._verify, announced, first=first):
+                server = server_of(await self._client.server_info(url))
+                await self._check_probe(engine, url, announced.probe, server, adapter.name)
+                log.info("weights_verified", engine=engine, weight_version=announced.version)
+            await files.check_read(announced)
+            self.updates.accept(label)
+            is_verified = True
+        except (RequestRefused, WeightsMismatch) as error:
+            if not isinstance(error, WeightsDamaged):
+                await files.check_read(announced)  # raises the actual cause if the files are damaged
+            raise
+        finally:
+            adapters.end(adapter, is_verified=is_verified)
+            self.updates.refuse(label)
+            self._updater.end_note(url)
+
+    async def tidy(self, url: str, adapters: EngineAdapters) -> None:
+        """Unload adapters that no request uses. Never returns."""
+        assert self._adapters is not None, "the fleet serves adapters"
+        await self._adapters.tidy(url, adapters)
+
     def progress(self, url: str) -> Progress | None:
         """Return what an engine does in its update; None: it is not being updated."""
         return self._updater.progress(url)
@@ -234,8 +310,10 @@ class WeightVerifier:
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
         return MemberShape(num_ranks, is_compared=is_thorough(self._verify, announced, first=first))
 
-    async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:
-        log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
+    async def _check_probe(
+        self, engine: str, url: str, probe: WeightProbe, server: ServerInfo, adapter: str = ""
+    ) -> None:
+        log_probs = await self._client.prompt_log_probs(url, probe.token_ids, adapter)
         gate = gate_of(probe, server, self._trainer_dtype, self._weight_format)
         log.info("probe_compared", engine=engine, difference=probe_difference(probe, log_probs), allowed=gate.tolerance)
         self._refuse_if(engine, probe_mismatch(probe, log_probs, gate))

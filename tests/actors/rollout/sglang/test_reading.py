@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.rollout.samples.buffer import SampleBuffer
 from actors.rollout.sglang.checks import ExpectedAnswer
 from actors.rollout.sglang.errors import PrefixOutdated
-from actors.rollout.sglang.reading import AnswerReader
+from actors.rollout.sglang.reading import AdapterLabels, AnswerReader
 from messages import Int32Array, SampleKey, SampleStatus, Segment, WeightSpan
 
 KEY = SampleKey(group_id=0, attempt=0, index=0)
@@ -244,3 +244,19 @@ def test_text_of_several_bytes_is_cut_between_characters() -> None:
         reader.add_chunk(json.dumps({**data, "text": text}).encode())
     reader.drop_untrusted(lambda _: False)
     assert (buffer.text, take(buffer).text) == ("a\u00e4", "a\u00e4")
+
+
+@pytest.mark.parametrize("ends", [[4], [2, 4]])
+def test_tokens_of_an_adapter_have_its_label_and_those_on_another_base_have_not(ends: list[int]) -> None:
+    """An engine names the base alone; it was updated in the middle of the answer."""
+    buffer, start = SampleBuffer(), 0
+    labels = AdapterLabels("0@base", "3@adapter")
+    reader = AnswerReader(buffer, ExpectedAnswer(max_kept=2), sent_under=3, adapter=labels)
+    for end in ends:
+        last = end == ends[-1]
+        versions = spans((0, 3, "0@base"), (3, 4, "0@other")) if last else None
+        label = "0@other" if last else "0@base"
+        reader.add_chunk(chunk(start, end, label, finish="stop" if last else None, spans=versions))
+        start = end
+    assert reader.labels == ["3@adapter", "0@other"]
+    assert spans_of(take(buffer)) == [(3, 0, 3), (0, 3, 4)]
