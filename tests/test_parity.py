@@ -1,4 +1,4 @@
-"""docs/develop/parity-rows.md: every row and trap once, in a state that agrees with the tree and its tests."""
+"""docs/reference/parity-rows.md: every row and trap once, in a state that agrees with the tree and its tests."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from runtime.compat.slime.flags import find_flag
 from tests.docs.citations import CITED, ROOT, cited_files, wrong_citations
 
-LINES = (ROOT / "docs" / "develop" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
+LINES = (ROOT / "docs" / "reference" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("|")]
 ROWS = [cells for cells in CELLS if re.fullmatch(r"\d+|\([a-z]\)", cells[0])]
 STATES = ("done", "replaced", "narrower", "not yet")

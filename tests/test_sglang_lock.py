@@ -17,7 +17,7 @@ from tests.test_lock import lock
 
 ROOT: Final = Path(__file__).parent.parent
 SGLANG: Final = "sglang"
-VERIFIED: Final = ROOT / "docs" / "develop" / "verified.md"
+VERIFIED: Final = ROOT / "docs" / "results" / "verified.md"
 
 
 def requirements(name: str, extras: frozenset[str] = frozenset()) -> list[Requirement]:

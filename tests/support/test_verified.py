@@ -17,7 +17,7 @@ def test_the_page_has_each_test_file_that_ci_leaves_out() -> None:
 
 def test_a_row_replaces_the_older_one_of_its_name(tmp_path: Path) -> None:
     results = tmp_path / "docs" / "results"
-    page = tmp_path / "docs" / "develop" / "verified.md"
+    page = tmp_path / "docs" / "results" / "verified.md"
     note([Row("tests/a.py", "nightly")], results)  # there is no page, so nothing is noted
     page.parent.mkdir(parents=True)
     page.write_text(f"# Verified\n\n{BEGIN}{END}\nEnd.\n")

@@ -1,4 +1,4 @@
-"""The dated rows of docs/develop/verified.md, which the commands that verify write beside their pages of results.
+"""The dated rows of docs/results/verified.md, which the commands that verify write beside their pages of results.
 
 python -m tests.support.verified        # adds new test files that CI leaves out, and removes those that are gone
 """
@@ -48,8 +48,8 @@ def ran(what: str, where: str, result: str) -> Row:
 
 
 def page_beside(results: Path) -> Path:
-    """The page to a folder of pages of results."""
-    return results.resolve().parent / "develop" / "verified.md"
+    """The page in a folder of pages of results."""
+    return results.resolve() / "verified.md"
 
 
 def note(rows: Iterable[Row], results: Path) -> None:

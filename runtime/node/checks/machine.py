@@ -183,7 +183,7 @@ def _check_engine(context: CheckContext, key: str, engine: EngineConfig) -> Iter
     if engine.kind != "sglang":
         return
     context.notes.append(
-        f'{key}.kind = "sglang": tested on the CPU alone; docs/develop/verified.md says what was verified'
+        f'{key}.kind = "sglang": tested on the CPU alone; docs/results/verified.md says what was verified'
     )
     if engine.urls:
         return
