@@ -63,6 +63,13 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+class QueryGrowth(msgspec.Struct, frozen=True):
+    """Factor of queries: 1 + beta * log(1 + floor(position / length))."""
+
+    beta: float
+    length: int  # of the original context, in positions
+
+
 class Rope(msgspec.Struct, frozen=True):
     """RoPE parameters: the base, the rotated share of a head, and the scaling of low frequencies."""
 
@@ -74,6 +81,7 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position: int = 8192
     yarn: Yarn | None = None  # of rope_type "yarn"
     divisor: float = 1.0  # of all frequencies, of rope_type "linear"
+    growth: QueryGrowth | None = None  # of queries with their position
     is_interleaved: bool = False  # neighbouring coordinates are rotated, not those of both halves
 
     @property

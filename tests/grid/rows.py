@@ -274,6 +274,7 @@ FAMILIES = (
     Row("PP2", packed=True, kind="smollm3"),
     Row("TP2", packed=True, kind="phi3"),
     Row("CP2", packed=True, kind="exaone4"),
+    Row("CP2", kind="ministral3"),
     Row("EP2xTP2+SP", packed=True, kind="dots1", replay=True),
 )
 # log-probs of groups before their batch

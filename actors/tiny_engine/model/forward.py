@@ -30,7 +30,8 @@ CHECKSUM_DIGITS: Final = 16
 SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _STAMPS: Final = itertools.count(1)
-Waves = Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and signed sines of positions, by rotary embedding
+# by rotary embedding: cosines and signed sines of positions, and the factor of queries there
+Waves = Mapping[Rope, tuple[Tensor, Tensor, Tensor | None]]
 Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
 
 
@@ -255,6 +256,14 @@ def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
     return torch.cat((table, rest), -1).unsqueeze(2)
 
 
+def growth_table(rope: Rope, length: int) -> Tensor | None:
+    """Factor of the queries at every position, [length, 1, 1]; None: queries do not grow."""
+    if rope.growth is None:
+        return None
+    places = torch.arange(length, dtype=torch.float32)
+    return (1 + rope.growth.beta * torch.log(1 + torch.floor(places / rope.growth.length)))[:, None, None]
+
+
 def swapped(x: Tensor, rope: Rope) -> Tensor:
     """Give each rotated coordinate of heads [..., D] the other one of its plane."""
     size = x.shape[-1]
@@ -274,8 +283,8 @@ def hidden_states(weights: Weights, ids: Tensor, waves: Waves, attend: Attend, a
     Args:
         weights: the model.
         ids: tokens, [N].
-        waves: cosines and signed sines of the tokens' positions for each rotary embedding (`rope_table`); they
-            broadcast against [N, H + K, D].
+        waves: cosines and signed sines of the tokens' positions for each rotary embedding (`rope_table`), and the
+            factor of queries (`growth_table`); they broadcast against [N, H + K, D].
         attend: stores a layer's new keys and values and computes attention.
         adapters: LoRA adapters, with the rows of the first dimension of N that each computes.
 
@@ -320,12 +329,14 @@ def _queries_and_keys(
         parts = rotated.split((heads, kv_heads), dim=-2)
         both = (_normed(part.flatten(-2), own, config) for part, own in zip(parts, norms, strict=True))
         normed = torch.cat([part.unflatten(-1, (-1, size)) for part in both], dim=-2)
+    growth = None
     if attention.rope is not None:
-        cos, sin = waves[attention.rope]
+        cos, sin, growth = waves[attention.rope]
         torch.addcmul(normed * cos, swapped(normed, attention.rope), sin, out=rotated)
     elif normed is not rotated:
         rotated.copy_(normed)
-    return qkv[..., :heads, :], qkv[..., heads:, :]
+    queries = qkv[..., :heads, :]
+    return queries if growth is None else queries * growth, qkv[..., heads:, :]
 
 
 def _normed(x: Tensor, weight: Tensor | None, config: ModelShape) -> Tensor:

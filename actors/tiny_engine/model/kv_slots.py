@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
 from actors.tiny_engine.model.adapters import Adapter, rows_of
-from actors.tiny_engine.model.forward import Waves, Weights, hidden_states, rope_table
+from actors.tiny_engine.model.forward import Waves, Weights, growth_table, hidden_states, rope_table
 from runtime.models.blocks import Attention
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
@@ -155,6 +155,8 @@ class KvSlots:
         self._rows = [layer.view(-1, size) for layer in self._cache]  # a row per slot, head and position
         self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
         self._ropes = {rope: rope_table(rope, size, capacity).to(dtype) for rope in config.ropes}  # as transformers
+        growths = {rope: growth_table(rope, capacity) for rope in config.ropes}
+        self._growths = {rope: growth.to(dtype) for rope, growth in growths.items() if growth is not None}
         self._range = torch.arange(capacity)
 
     def _reserve(self, length: int) -> None:
@@ -274,7 +276,8 @@ class KvSlots:
     def _waves(self, places: Tensor | slice) -> Waves:
         """Return cosines and sines of positions, by rotary embedding."""
         chosen = {rope: table[places] for rope, table in self._ropes.items()}
-        return {rope: (table[:, 0], table[:, 1]) for rope, table in chosen.items()}
+        growths = {rope: table[places] for rope, table in self._growths.items()}
+        return {rope: (table[:, 0], table[:, 1], growths.get(rope)) for rope, table in chosen.items()}
 
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""

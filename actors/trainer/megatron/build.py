@@ -183,10 +183,10 @@ def _core_values(attention: Attention) -> dict[str, Any]:
     Queries and keys are rotated as a whole, so that a factor of both is one of their products.
     """
     amplitude = 1.0 if attention.rope is None else attention.rope.amplitude
-    scale = attention.scale
+    scale, growth = attention.scale, None if attention.rope is None else attention.rope.growth
     if amplitude != 1.0:
         scale = (attention.head_dim**-0.5 if scale is None else scale) * amplitude**2
-    return {"window": attention.window, "has_sinks": attention.has_sinks, "scale": scale}
+    return {"window": attention.window, "has_sinks": attention.has_sinks, "scale": scale, "growth": growth}
 
 
 def _mtp_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:

@@ -95,6 +95,13 @@ OF_KIND |= {
         **{"head_dim": 6, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], **ROPE},
         "tie_word_embeddings": True,
     },
+    "ministral3": {
+        **{"head_dim": 6, "sliding_window": 5, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 4},
+            **{"beta_fast": 2.0, "beta_slow": 0.1, "mscale": 0.7, "mscale_all_dim": 1.3, "llama_4_scaling_beta": 0.4},
+        },
+    },
     "ernie4_5": {"head_dim": 6, **ROPE},
     "dots1": {
         **{"head_dim": 6, "sliding_window": 5, "max_window_layers": 1, "norm_topk_prob": True, **SIGMOIDS, **ROPE},

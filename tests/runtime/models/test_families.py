@@ -16,7 +16,8 @@ from runtime.models.family import Family, families
 from tests.test_layers import ROOT, code_lines, sources_of
 
 DECLARATIONS = "runtime.models.families"
-OF_OTHERS = ("runtime.compat",)  # converters of other projects' flags
+# converters of other projects' flags, and formats of conversations, which models of several families share
+OF_OTHERS = ("runtime.compat", "actors.rollout.sessions")
 MAX_LINES, MAX_FUNCTION_LINES = 150, 15
 TENSORS = ("torch", "numpy")
 
@@ -29,7 +30,7 @@ def names_of(family: Family) -> Iterator[str]:
 
 @cache
 def texts() -> dict[str, str]:
-    """The sources by module, in lower case, without converters of other projects' flags."""
+    """The sources by module, in lower case, without those that may name families."""
     sources = sources_of(ROOT).values()
     return {source.module: source.text.lower() for source in sources if not source.module.startswith(OF_OTHERS)}
 

@@ -22,6 +22,7 @@ from actors.trainer.megatron.imports import (
 )
 from actors.trainer.megatron.layers.blockwise import Plan, Row, blockwise
 from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, Units, own_context
+from runtime.models.rope import QueryGrowth
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
 
@@ -75,8 +76,10 @@ class CoreAttention(nn.Module):
         window: int | None = None,
         has_sinks: bool = False,
         scale: float | None = None,
+        growth: QueryGrowth | None = None,
     ) -> None:
         super().__init__()
+        self._growth = growth
         self._scale = softmax_scale if scale is None else scale
         self.sinks: nn.Parameter | None = None
         if has_sinks:
@@ -98,8 +101,12 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
         if packed_seq_params is None:
+            if self._growth is not None:
+                query = query * _growth_of_padded(len(query), own_context(), self._growth, query.device).to(query.dtype)
             return self._padded(query, key, value).flatten(2)
         row: PackedRow = packed_seq_params
+        if self._growth is not None:
+            query = query * _growth_at(row.cu_seqlens_q.column, self._growth)[:, None, None].to(query.dtype)
         if row.order is not None:
             key, value = _gathered(key, value, row.order)
         if _has_kernel(query) and self.sinks is None:
@@ -264,6 +271,18 @@ def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     later = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(sharing, 1)
     scores = (joined @ key.transpose(2, 3)).masked_fill(later, -torch.inf)
     return (scores.softmax(-1) @ value).reshape(batch, heads, length, value.size(-1))
+
+
+def _growth_at(positions: Tensor, growth: QueryGrowth) -> Tensor:
+    """Return the factor of the queries at positions, float32."""
+    return 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.length))
+
+
+@lru_cache(maxsize=16)
+def _growth_of_padded(length: int, context: Context, growth: QueryGrowth, device: torch.device) -> Tensor:
+    """Return the factors of a rank's queries in padded rows, [s, 1, 1, 1]."""
+    (positions,) = on_device([context.kept(np.array([length * context.size]))], device)
+    return _growth_at(positions, growth)[:, None, None, None]
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,57 @@
+"""Ministral 3, its text model: YaRN, and queries that grow with their position."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
+
+from runtime.models.family import Family
+from runtime.models.readers import MlpKeys, WindowKeys
+from runtime.models.rope import QueryGrowth, Rope, RopeKeys, read_rope
+
+BETA = "llama_4_scaling_beta"
+
+
+class AttentionKeys(WindowKeys, frozen=True, kw_only=True):
+    """Keys of the attention. The class of transformers does not read the types of layers."""
+
+    rope_type: ClassVar[str] = "yarn"
+    without_keys: ClassVar = {"qkv_bias": False, "output_bias": False}
+    head_dim: int | None = 128
+    sliding_window: int | None = None
+
+    def is_windowed(self, index: int) -> bool:
+        """Whether a layer has the window."""
+        del index
+        return True
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of the rotary embedding, as both versions of transformers name them."""
+        return dict(self.rope_scaling or {}) | dict(self.rope_parameters or {})
+
+    def rope(self) -> Rope:
+        """Read the rotary embedding."""
+        given = self.parameters
+        beta = given.pop(BETA)
+        given.pop("max_position_embeddings", None)
+        rope = read_rope(RopeKeys(rope_theta=self.rope_theta, rope_parameters=given), share=1.0, stretching="yarn")
+        if rope.yarn is None:
+            raise ValueError("rope_type 'default' is not supported; supported: 'yarn'")
+        length = rope.yarn.original_max_position_embeddings
+        return msgspec.structs.replace(rope, growth=QueryGrowth(float(beta), length))
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if not isinstance(beta := self.parameters.get(BETA), int | float):
+            yield f"{BETA} {beta!r} of rope_parameters is not a number"
+
+
+FAMILY = Family(
+    model_type="ministral3",
+    title="Ministral 3",
+    architecture="Ministral3ForCausalLM",
+    attention=AttentionKeys,
+    mlp=MlpKeys,
+)
