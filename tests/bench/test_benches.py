@@ -40,6 +40,7 @@ TINY = {
     "roster": "--members 8 --idle-s 0.2",
     "samples": "--tokens 512 --streams 2 --spills 2",
     "save": "--small --runs 1 --pairs 1",
+    "sessions": "--turns 16 --messages 20",
     "sglang": "--pairs 1 --groups 2 --response 260",
     "source": "--issues 3 --groups 2 --sizes 16 1000000",
     "step": "--dtype bfloat16 --steps 1 --rounds 1 --seconds 0.01",
@@ -51,8 +52,8 @@ TINY = {
 }
 NIGHTLY = """
     ahead attention batches delta demo dispatch durability engine judged ledger long_tail memory nodes
-    observed observer pipeline ray reward save sglang source step trainer transformers transports trl weight_export
-    weights
+    observed observer pipeline ray reward save sessions sglang source step trainer transformers transports trl
+    weight_export weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)

@@ -10,7 +10,7 @@ it, and trains there alone: in the branches that fork behind it, its tokens are 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -81,13 +81,13 @@ class Node:
     prompt_ids: Int32Array | None = None
     ended_at: float = 0.0
     is_undelivered: bool = False
-    children: list["Node"] = field(default_factory=list["Node"])
+    children: tuple["Node", ...] = ()
     depth: int = 0
     deepest: int = 0
 
     def add(self, child: "Node") -> "Node":
         """Add a message after this one."""
-        self.children.append(child)
+        self.children += (child,)
         child.depth = child.deepest = self.depth + 1
         above: Node | None = self
         while above is not None and above.deepest < child.depth:
@@ -215,7 +215,10 @@ class Tree:
             branch = self._open(self._cause(place, request) if has_turns else None)
         self.num_extended += not is_new
         node = self.branches[branch].running = self._extended(place, request)
-        return Asked(node, above, branch, is_new, Wish(request.sampling, request.model, request.choice))
+        wish = Wish(request.sampling, request.model, request.choice)
+        if above is not None and above.wish == wish:
+            wish = above.wish or wish  # a long session keeps one wish, not one a turn
+        return Asked(node, above, branch, is_new, wish)
 
     def fork_by_template(self, asked: Asked) -> Asked:
         """Move a turn to a branch of its own, since the chat template writes other tokens than were recorded.
@@ -254,7 +257,7 @@ class Tree:
             self.num_extended -= 1
         in_use = {each.running for each in self.branches}
         while node.parent is not None and node.turn is None and not node.children and node not in in_use:
-            node.parent.children.remove(node)
+            node.parent.children = tuple(child for child in node.parent.children if child is not node)
             node = node.parent
 
     def _open(self, cause: Cause | None) -> int:
