@@ -167,9 +167,14 @@ class Rendering:
 
     def _check(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Check that the template wrote the words of users and tools: many leave a role out that they do not know."""
+        at = 0
         for number, message in enumerate(messages):
             words = message.text.strip()
-            if message.role != "assistant" and not any(form in text for form in _forms(words)):
+            if message.role == "assistant":
+                continue
+            if (place := text.find(words, at)) >= 0:  # mostly in the order of the messages
+                at = place + len(words)
+            elif not any(form in text for form in _forms(words)):
                 raise ValueError(f"the chat template leaves out message {number} ({message.role}): {words[:80]!r}")
 
 

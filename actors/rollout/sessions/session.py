@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import anyio
 import structlog
@@ -74,13 +74,20 @@ class Session:
     """
 
     def __init__(
-        self, conversation: Conversation, rendering: Rendering, *, clock: Callable[[], float] = time.monotonic
+        self,
+        conversation: Conversation,
+        rendering: Rendering,
+        *,
+        trains: Literal["tools", "all"] = "tools",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open a session on a conversation that has not begun.
 
         Args:
             conversation: of the sample.
             rendering: of the served model.
+            trains: "tools": turns of requests without tools, such as those for a title, do not train if other requests
+                have tools. "all": they do.
             clock: seconds; for the age of answers.
         """
         self.tree = Tree()
@@ -89,6 +96,8 @@ class Session:
         self._clock = clock
         self._most = len(conversation.prompt_ids) + conversation.sampling.max_new_tokens - 1  # tokens of a prompt
         self._contexts: dict[int, Context] = {}  # by branch
+        self._trains = trains
+        self._with_tools: dict[int, bool] = {}  # by branch
         self._running: dict[tuple[Node, Wish], _Turn] = {}
         self._tasks = anyio.create_task_group()
         self._stack = AsyncExitStack()
@@ -206,7 +215,7 @@ class Session:
     async def _sampled(self, request: TurnRequest, asked: Asked, accept: Callable[[], None]) -> Node:
         try:
             asked, given = await self._input(request, asked)
-            context = self._context_of(asked, given)
+            context = self._context_of(asked, given, has_tools=bool(request.tools or request.prompt_ids))
             accept()
         except TooManyBranches as error:
             self.tree.refuse(asked)
@@ -261,7 +270,7 @@ class Session:
         tail, last = request.messages[above.depth :], int(above.turn.ids[-1])
         return await run(render.tail, above.meaning.message, last, tail, request.tools), False
 
-    def _context_of(self, asked: Asked, given: _Input) -> Context:
+    def _context_of(self, asked: Asked, given: _Input, *, has_tools: bool) -> Context:
         """Return the conversation of a branch; open it with its prompt if it is new.
 
         Raises:
@@ -285,6 +294,7 @@ class Session:
             context = self._conversation
             self._conversation.begin(ids)
         self._contexts[asked.branch] = context
+        self._with_tools[asked.branch] = has_tools
         return context
 
     def _full(self, num_tokens: int) -> TurnRefused:
@@ -319,10 +329,14 @@ class Session:
         return ChatMessage("assistant", parsed.text, parsed.reasoning, calls)
 
     def _note(self) -> None:
-        """Say in the sample's metadata what became of the session, and warn if its prompts were rendered anew."""
+        """Settle what trains, note in the sample's metadata what became of the session, warn of forks by template."""
         num_turns, forks = sum(1 for _ in self.tree.sampled), self.tree.forks
         noted = {"turns": num_turns, "extended": self.tree.num_extended, "forks": dict(forks)}
         self._conversation.sample_metadata["session"] = noted
+        if self._trains == "tools" and any(self._with_tools.values()):
+            for context in (self._contexts[branch] for branch, has_tools in self._with_tools.items() if not has_tools):
+                for number in range(context.num_turns):
+                    context.do_not_train(number)
         if not self._rendering.renders_tails and num_turns:
             share = forks["template"] / num_turns
             log.warning("unknown_chat_template", forks=forks["template"], turns=num_turns, share=round(share, 3))

@@ -219,6 +219,28 @@ async def test_calls_have_ids_of_their_own_and_stop_texts_are_no_words(qwen: tup
     assert (stopped.message.text, stopped.finish) == ("Lo", "stop")
 
 
+@pytest.mark.parametrize("trains", ["tools", "all"])
+async def test_a_title_that_is_asked_for_without_tools_does_not_train_beside_turns_with_tools(
+    qwen: tuple[Rendering, ServedModel], trains: str
+) -> None:
+    rendering, model = qwen
+    async with scripted_session(rendering, model, numbered(model), trains=trains) as run:
+        title = await run.session.turn(TurnRequest((ChatMessage("user", "A title, please."),)))
+        await run.session.turn(TurnRequest((ASK,), TOOLS))
+    for conversation in run.talk.all:
+        conversation.settle()
+    without = ((0, len(title.token_ids)),) if trains == "tools" else ()
+    assert [part.untrained for part in run.sample.parts] == [without, ()]
+
+
+async def test_a_session_without_tools_trains_all(qwen: tuple[Rendering, ServedModel]) -> None:
+    rendering, model = qwen
+    async with scripted_session(rendering, model, numbered(model)) as run:
+        await run.session.turn(FIRST)
+    run.talk.settle()
+    assert run.sample.untrained == ()
+
+
 async def test_a_session_that_forks_too_often_fails_by_name(qwen: tuple[Rendering, ServedModel]) -> None:
     rendering, model = qwen
     async with scripted_session(rendering, model, numbered(model)) as run:
