@@ -39,6 +39,7 @@ TINY = {
     "reward": "--dear 4 --cheap 64 --repeats 1",
     "roster": "--members 8 --idle-s 0.2",
     "samples": "--tokens 512 --streams 2 --spills 2",
+    "sessions": "--sessions 4 --answer-s 0.2 --seconds 1",
     "save": "--small --runs 1 --pairs 1",
     "sessions": "--turns 16 --messages 20",
     "sglang": "--pairs 1 --groups 2 --response 260",

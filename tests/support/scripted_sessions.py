@@ -27,6 +27,9 @@ class ScriptedSessions:
     def __init__(self, *sessions: str, script: Script = echo) -> None:
         self.pairs = {name: KeyPair.new(name) for name in sessions}
         self.script = script
+        self.scripts: dict[str, Script] = {}  # of single sessions
+        self.slow: dict[str, float] = {}  # seconds that a turn takes after it was accepted, by session
+        self.ended: Sequence[str] = ()  # sessions that end at once
         self.go = anyio.Event()
         self.go.set()
         self.accepts = True  # before it waits
@@ -43,11 +46,12 @@ class ScriptedSessions:
         """Answer by the script."""
         self.turns.append((session, request))
         self._notify()
-        scripted = self.script(request)
+        scripted = self.scripts.get(session, self.script)(request)
+        if self.accepts and (session in self.slow or isinstance(scripted, TurnAnswer)):
+            accepted()
+        await anyio.sleep(self.slow.get(session, 0))
         if isinstance(scripted, TurnRefused):
             raise scripted
-        if self.accepts:
-            accepted()
         await self.go.wait()
         return scripted
 
@@ -82,5 +86,7 @@ async def connected(run_dir: Path, sessions: ScriptedSessions, actor: str = "rol
         tasks.start_soon(sessions.end.run)
         with anyio.fail_after(20):
             await sessions.end.url()
+        for session in sessions.ended:
+            await sessions.end.ended(session)
         yield sessions.end
         tasks.cancel_scope.cancel()

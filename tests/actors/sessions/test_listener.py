@@ -2,6 +2,7 @@
 
 import io
 import json
+import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import anyio
 import pytest
 
 from actors.sessions.listener import MAX_BODY_BYTES, ListenerSettings, listening
+from runtime.bus.nats.certificate import own_certificate
 from runtime.sessions.keys import KeyPair
 from runtime.sessions.turns import TurnRefused
 from tests.support.scripted_sessions import ScriptedSessions, connected
@@ -371,3 +373,22 @@ def test_a_host_beyond_loopback_needs_a_certificate() -> None:
         ListenerSettings(host="0.0.0.0")
     with pytest.raises(ValueError, match="set both"):
         ListenerSettings(certificate="c.pem")
+
+
+def test_with_a_certificate_agents_speak_tls(tmp_path: Path) -> None:
+    place = tmp_path / "certificate"
+    place.mkdir(mode=0o700)
+    certificate = own_certificate(place)
+    settings = ListenerSettings(certificate=str(certificate.certificate), private_key=str(certificate.key))
+    trusting = ssl.create_default_context(cadata=certificate.pem())
+    trusting.check_hostname = False
+
+    async def test(door: Door) -> None:
+        assert door.url.startswith("https://127.0.0.1:")
+        headers = {"x-api-key": door.key()}
+        async with door.client.get(f"{door.url}/v1/models", headers=headers, ssl=trusting) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await door.client.get(f"{door.url}/v1/models", headers=headers)
+
+    with_door(tmp_path, test, settings)

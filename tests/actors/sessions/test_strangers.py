@@ -124,7 +124,9 @@ def run_with_process(run_dir: Path, test: Callable[[str, str, psutil.Process], A
             anyio.run(running, found[0], psutil.Process(listener.pid))
             listener.send_signal(signal.SIGTERM)
             assert listener.wait(20) == 0
-            assert "Traceback" not in listener.stderr.read()
+            said = listener.stderr.read()
+            assert "Traceback" not in said
+            assert "physarum-" not in said  # no key
         finally:
             listener.kill()
 
@@ -193,4 +195,4 @@ async def bear_strangers(url: str, key: str, process: psutil.Process, *, num_bod
         tasks.start_soon(send_raw, url, b"GET /v1/models HTTP/1.1\r\nx: " + b"y" * 40_000)
     assert process.memory_info().rss - before < MAX_GROWTH
     assert await send_raw(url, b"GET /session HTTP/1.1\r\nHost: x\r\nOrigin: http://evil.example\r\n\r\n") != b""
-    assert await post_all(url, key, fuzzed(4, 50)) <= {200, 400}
+    assert await post_all(f"{url}/s/{key}", "", fuzzed(4, 50)) <= {200, 400}

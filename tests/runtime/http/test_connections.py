@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from runtime.http import connections
-from runtime.http.connections import ASKING, TRUSTED, Places, served, trust
+from runtime.http.connections import ASKING, TRUSTED, USUAL, Limits, Places, served, trust
 from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio
@@ -36,10 +36,10 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving() -> AsyncGenerator[int]:
+async def serving(limits: Limits = USUAL) -> AsyncGenerator[int]:
     application = web.Application()
     application.router.add_get("/{any:.*}", answer)
-    async with served(application, "127.0.0.1", 0) as port:
+    async with served(application, "127.0.0.1", 0, limits=limits) as port:
         yield port
 
 
@@ -103,9 +103,8 @@ async def test_a_head_without_end_is_closed_when_it_is_too_long() -> None:
                     pass
 
 
-async def test_the_oldest_without_the_secret_is_closed_and_the_newest_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "WAITING", (4, 4))
-    async with serving() as port:
+async def test_the_oldest_without_the_secret_is_closed_and_the_newest_answered() -> None:
+    async with serving(Limits(waiting=(4, 4))) as port:
         with connected(port, 4, HALF) as old, connected(port, 3, HALF) as new:
             await eventually(lambda: [has_ended(client) for client in old] == [True, True, True, False])
             assert not any(has_ended(client) for client in new)
