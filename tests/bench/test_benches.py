@@ -39,7 +39,7 @@ TINY = {
     "reward": "--dear 4 --cheap 64 --repeats 1",
     "roster": "--members 8 --idle-s 0.2",
     "samples": "--tokens 512 --streams 2 --spills 2",
-    "sessions": "--sessions 4 --answer-s 0.2 --seconds 1",
+    "listener": "--sessions 4 --answer-s 0.2 --seconds 1",
     "save": "--small --runs 1 --pairs 1",
     "sessions": "--turns 16 --messages 20",
     "sglang": "--pairs 1 --groups 2 --response 260",
@@ -52,7 +52,7 @@ TINY = {
     "weights": "--small --runs 1",
 }
 NIGHTLY = """
-    ahead attention batches delta demo dispatch durability engine judged ledger long_tail memory nodes
+    ahead attention batches delta demo dispatch durability engine judged ledger listener long_tail memory nodes
     observed observer pipeline ray reward save sessions sglang source step trainer transformers transports trl
     weight_export weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
