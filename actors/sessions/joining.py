@@ -180,8 +180,11 @@ class Joining:
 
             async def one(index: int) -> None:
                 number = f"{running.turn.id}{index:02d}" if index else running.turn.id
+                request = msgspec.structs.replace(
+                    asked.request, choice=index
+                )  # the actor joins requests that are equal
                 try:
-                    answers[index] = await self._ask(number, session, asked.request, partial(running.accept, index))
+                    answers[index] = await self._ask(number, session, request, partial(running.accept, index))
                 except TurnRefused as refused:
                     problems.append(Problem.of(refused))
                     samples.cancel_scope.cancel()
