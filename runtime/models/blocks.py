@@ -7,13 +7,17 @@ are those that most families use.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from runtime.models.rope import Rope
 
 Shape = tuple[int, ...]
+EXPERT_STACKS: Final = {
+    "linear_fc1": "w13_weight",
+    "linear_fc2": "w2_weight",
+}  # engines' names of all experts' matrices
 
 
 class Weight(msgspec.Struct, frozen=True):

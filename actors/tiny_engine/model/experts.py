@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.models.blocks import Experts, Weight
+from runtime.models.blocks import EXPERT_STACKS, Experts, Weight
 
 BIAS: Final = "router.expert_bias"  # float32 in every engine: updates of it are smaller than bfloat16 can hold
-_STACKS: Final = {"linear_fc1": "w13_weight", "linear_fc2": "w2_weight"}  # names in SGLang
 _NAME: Final = re.compile(r"(?P<experts>.+)\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc\d)\.weight")
 
 
@@ -33,7 +32,7 @@ def stacked(weight: Weight) -> Stacked | None:
         return None
     of_layer = weight.engine_name.rpartition(f".{match['number']}.")[0]
     return Stacked(
-        f"{match['experts']}.{match['linear']}", f"{of_layer}.{_STACKS[match['linear']]}", int(match["number"])
+        f"{match['experts']}.{match['linear']}", f"{of_layer}.{EXPERT_STACKS[match['linear']]}", int(match["number"])
     )
 
 

@@ -40,6 +40,7 @@ from actors.trainer.models.shards import bytes_of
 from actors.trainer.weights.export import Work
 from actors.trainer.weights.gathering import Bucket
 from messages import EngineSums
+from runtime.models.blocks import EXPERT_STACKS, Mlp
 from runtime.models.checksums import digits_of, engine_checksum
 from runtime.models.family import families
 from runtime.settings.placement import served_dtype
@@ -56,8 +57,7 @@ _JOINED: Final[Mapping[str, tuple[str, ...]]] = {  # fused modules, and their pa
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _OF_EXPERTS: Final[Mapping[str, tuple[str, ...]]] = {  # parts of each expert, expert by expert
-    "w13_weight": ("gate_proj.weight", "up_proj.weight"),
-    "w2_weight": ("down_proj.weight",),
+    EXPERT_STACKS[weight.name.partition(".")[0]]: tuple(weight.parts) for weight in Mlp(size=1).weights(1)
 }
 _MODULE: Final = {module: joined for joined, modules in _JOINED.items() for module in modules}
 _PROJECTION: Final = {projection: joined for joined, own in _OF_EXPERTS.items() for projection in own}

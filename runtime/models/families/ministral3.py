@@ -1,7 +1,6 @@
 """Ministral 3, its text model: YaRN, and queries that grow with their position."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -25,27 +24,17 @@ class AttentionKeys(WindowKeys, frozen=True, kw_only=True):
         del index
         return True
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Parameters of the rotary embedding, as both versions of transformers name them."""
-        return dict(self.rope_scaling or {}) | dict(self.rope_parameters or {})
-
     def rope(self) -> Rope:
         """Read the rotary embedding."""
-        given = self.parameters
-        beta = given.pop(BETA)
+        given = dict(self.rope_scaling or {}) | dict(self.rope_parameters or {})
+        if not isinstance(beta := given.pop(BETA, None), int | float):
+            raise ValueError(f"{BETA} {beta!r} of rope_parameters is not a number")
         given.pop("max_position_embeddings", None)
         rope = read_rope(RopeKeys(rope_theta=self.rope_theta, rope_parameters=given), share=1.0, stretching="yarn")
         if rope.yarn is None:
             raise ValueError("rope_type 'default' is not supported; supported: 'yarn'")
         length = rope.yarn.original_max_position_embeddings
         return msgspec.structs.replace(rope, growth=QueryGrowth(float(beta), length))
-
-    def problems(self) -> Iterator[str]:
-        """Yield each value that is not supported."""
-        yield from super().problems()
-        if not isinstance(beta := self.parameters.get(BETA), int | float):
-            yield f"{BETA} {beta!r} of rope_parameters is not a number"
 
 
 FAMILY = Family(
