@@ -32,6 +32,7 @@ class _Turn:
     """A turn in progress, and all who wait for it."""
 
     def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self._is_accepted = False
         self._accepted: list[Callable[[], None]] = []
@@ -164,6 +165,14 @@ class Session:
             if child.wish == wish and place.is_recorded:
                 child.is_undelivered = True
 
+    def cancel_turns(self) -> None:
+        """Cancel the turns that are being sampled, so that the session can end at once.
+
+        For a sample that failed or starts again: another one fails, since it ends in the middle of a turn.
+        """
+        for running in self._running.values():
+            running.scope.cancel()
+
     def _check(self, request: TurnRequest) -> None:
         if self._refusal is not None:
             raise _copied(self._refusal)
@@ -205,7 +214,8 @@ class Session:
         """Sample a turn, and end the wait of all who asked for it, however it ends."""
         key = asked.node, asked.wish
         try:
-            running.end(_answer(await self._sampled(request, asked, running.accept)))
+            with running.scope:
+                running.end(_answer(await self._sampled(request, asked, running.accept)))
         except TurnRefused as refused:
             running.end(refused)
         finally:

@@ -207,6 +207,26 @@ async def test_an_abort_of_the_engine_is_no_turn(qwen: tuple[Rendering, ServedMo
         await run.session.turn(FIRST)
 
 
+async def test_a_session_whose_attempt_failed_ends_at_once(qwen: tuple[Rendering, ServedModel]) -> None:
+    rendering, model = qwen
+    refused: list[TurnRefused] = []
+    async with anyio.create_task_group() as group:
+        async with scripted_session(rendering, model, numbered(model)) as run:
+            run.tap.gate = anyio.Event()  # never set
+
+            async def ask() -> None:
+                with pytest.raises(TurnRefused, match="the session has ended") as found:
+                    await run.session.turn(FIRST)
+                refused.append(found.value)
+
+            group.start_soon(ask)
+            await run.tap.asked.wait()
+            run.talk.end("aborted", "the agent died")
+            run.session.cancel_turns()
+    assert [each.kind for each in refused] == ["ended"]
+    assert list(run.session.tree.sampled) == []
+
+
 async def test_calls_have_ids_of_their_own_and_stop_texts_are_no_words(qwen: tuple[Rendering, ServedModel]) -> None:
     rendering, model = qwen
     call = ToolCall("", "bash", '{"command":  "ls"}')
