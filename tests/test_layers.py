@@ -353,11 +353,9 @@ def test_help_and_check_load_nothing_heavy(module: str) -> None:
     assert run_python(code) == ""
 
 
-def test_the_bus_loads_nothing_for_websockets() -> None:
-    assert (
-        run_python("import sys; sys.path.insert(0, '.'); import runtime.bus.bus; print('aiohttp' in sys.modules)")
-        == "False"
-    )
+def test_the_bus_and_the_checks_before_a_start_load_no_client_for_http() -> None:
+    code = "import sys; sys.path.insert(0, '.'); import runtime.bus.bus, actors.preflight"
+    assert run_python(f"{code}; print('aiohttp' in sys.modules)") == "False"
 
 
 def test_base_packages_import_where_there_is_no_torch() -> None:

@@ -6,7 +6,6 @@ from typing import Final
 
 import msgspec
 
-from actors.rollout.engines.checks import ServerRequirements, url_problems
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.model_support import ignored_keys_refusal
 from actors.rollout.sglang.served_model import ServedModel
@@ -76,6 +75,8 @@ def check_urls(context: CheckContext) -> Iterator[Problem]:
         key = f"engines.{name}.urls"
         if not engine.urls or context.has(key):
             continue
+        from actors.rollout.engines.checks import ServerRequirements, url_problems  # imports aiohttp: 0.1 s of a core
+
         try:
             wanted = ServerRequirements.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
