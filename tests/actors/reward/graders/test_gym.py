@@ -54,9 +54,9 @@ def gym(python: Path) -> Iterator[Gym]:
 @pytest.mark.timeout(400)
 def test_a_task_is_a_function_of_seed_and_number(gym: Gym, python: Path) -> None:
     """Also in another process and another order; word_ladder depends on the order of a set."""
-    rows = [gym.row(number) for number in range(12)]
+    rows = [gym.row(number) for number in range(6)]
     again = Gym({"chain_sum": {"max_terms": 3, "weight": 2}, "word_ladder": {}}, seed=3, python=python)
-    assert [again.row(number) for number in reversed(range(12))] == rows[::-1]
+    assert [again.row(number) for number in reversed(range(6))] == rows[::-1]
     again.close()
     assert {row["metadata"]["task"] for row in rows} == {"chain_sum", "word_ladder"}
     other = Gym({"chain_sum": {"max_terms": 3, "weight": 2}, "word_ladder": {}}, seed=4, python=python)
@@ -137,11 +137,13 @@ def test_only_a_full_score_counts_if_the_gym_is_exact(python: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_task_that_cannot_be_made_is_an_error_and_the_next_one_works(gym: Gym, python: Path) -> None:
-    for tasks, reason in (({"chain_sums": {}}, "not registered"), ({"chain_sum": {"terms": 1}}, "terms")):
-        wrong = Gym(tasks, python=python)
-        with pytest.raises(GymError, match=reason):
-            wrong.row(0)
-        wrong.close()
+    reasons = list[str]()
+    with closing(Gym({"chain_sums": {}, "chain_sum": {"terms": 1}}, python=python)) as wrong:
+        for number in range(6):
+            with pytest.raises(GymError) as refused:
+                wrong.row(number)
+            reasons.append(str(refused.value))
+    assert {("not registered" in reason, "terms" in reason) for reason in reasons} == {(True, False), (False, True)}
     with pytest.raises(GymError, match="no task 'leg_counting' here; there are: chain_sum, word_ladder"):
         gym.grade(GradedSample(response="<answer>1</answer>", metadata={"task": "leg_counting", "seed": 1}))
     slow = Gym({"chain_sum": {}}, python=python, timeout_s=1e-6)
