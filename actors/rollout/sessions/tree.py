@@ -259,6 +259,7 @@ class Tree:
         while node.parent is not None and node.turn is None and not node.children and node not in in_use:
             node.parent.children = tuple(child for child in node.parent.children if child is not node)
             node = node.parent
+        self._roots = [(tools, root) for tools, root in self._roots if root is not node or root.children]
 
     def _open(self, cause: Cause | None) -> int:
         if self._unused:

@@ -138,8 +138,10 @@ def test_a_turn_that_is_refused_leaves_the_tree_as_it_was() -> None:
     for number in range(MAX_BRANCHES + 1):
         tree.refuse(start(tree, TurnRequest((*messages, TASK), BASH)))
         tree.refuse(start(tree, TurnRequest((ChatMessage("user", f"{number}"),), BASH)))
+        tree.refuse(start(tree, TurnRequest((TASK,), (Tool(f"{number}"),))))
     assert tree.forks == Counter()
     assert tree.num_extended == 1
+    assert [tools for tools, _ in tree._roots] == [BASH]
     assert tree.find(TurnRequest((*messages, TASK), BASH)).rest == (messages[-1], TASK)
     assert start(tree, TurnRequest((*messages, TASK), BASH)).branch == 0
 
