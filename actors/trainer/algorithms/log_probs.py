@@ -29,6 +29,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # float32 logits per chunk; a CPU chunk should fit the CPU cache
 LEAST_ROWS = 256  # of a chunk, up to `MOST_ELEMENTS`: each chunk reads the weight and adds to its gradient
 MOST_ELEMENTS = 1 << 24
+BLOCK_ELEMENTS = 1 << 20  # of a temporary copy of logits
 SLICE_ELEMENTS = 1 << 20  # of a product in bfloat16 that is added to float32
 LOWEST = torch.finfo(torch.float32).min
 KEPT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 26}  # logits kept for the backward pass; the others are recomputed
@@ -199,7 +200,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if grad_topk is not None:
                 local, inside = _local(ctx.own_topk[rows], logits.size(1))
                 gradient.scatter_add_(1, local, grad_topk[rows] * inside)
-            gradient = gradient.div_(_of_rows(ctx.temperature, rows)).to(hidden_MH.dtype)
+            gradient = _tempered(gradient, _of_rows(ctx.temperature, rows)).to(hidden_MH.dtype)
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
                 continue
@@ -235,25 +236,37 @@ def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
+def _blocks(logits_MV: Tensor) -> Iterator[slice]:
+    """Yield blocks of a chunk's positions. On the CPU, copies of the logits are made block by block, in its cache."""
+    count, width = logits_MV.shape
+    size = count if logits_MV.is_cuda else max(BLOCK_ELEMENTS // width, 1)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
 def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
     """Return the temperature of a chunk of positions: one number, or a column."""
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float | Tensor) -> Tensor:
-    logits = torch.mm(hidden_MH, weight_VH.t()).float()
-    if not isinstance(temperature, Tensor) and temperature == 1.0:
-        return logits
-    return logits.div_(temperature)
+    return _tempered(torch.mm(hidden_MH, weight_VH.t()).float(), temperature)
+
+
+def _tempered(values_MV: Tensor, temperature: float | Tensor) -> Tensor:
+    """Divide in place, if that changes anything."""
+    is_one = not isinstance(temperature, Tensor) and temperature == 1.0
+    return values_MV if is_one else values_MV.div_(temperature)
 
 
 def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:
     """Write the statistics of this rank's logits to `out`, and subtract the maximum from the logits in place."""
-    torch.amax(logits_MV, dim=1, out=out.highest)
-    logits_MV.sub_(out.highest[:, None])
-    exponentials = logits_MV.exp()
-    torch.sum(exponentials, dim=1, out=out.normaliser)
-    torch.sum(exponentials.mul_(logits_MV), dim=1, out=out.weighted)
+    for rows in _blocks(logits_MV):
+        logits = logits_MV[rows]
+        torch.amax(logits, dim=1, out=out.highest[rows])
+        logits.sub_(out.highest[rows, None])
+        exponentials = logits.exp()
+        torch.sum(exponentials, dim=1, out=out.normaliser[rows])
+        torch.sum(exponentials.mul_(logits), dim=1, out=out.weighted[rows])
     local, inside = _local(targets_M, logits_MV.size(1))
     torch.mul(logits_MV.gather(1, local[:, None])[:, 0], inside, out=out.chosen)
     out.here.copy_(inside)
@@ -344,8 +357,11 @@ def _gradient(
         return logits_MV.exp_().mul_((scale * grad_log_probs)[:, None])
     grad_entropy, mean = entropy
     constant, slope = scale * (grad_log_probs - grad_entropy * mean), scale * grad_entropy
-    weight = torch.addcmul(constant[:, None], logits_MV, slope[:, None])
-    return logits_MV.exp_().mul_(weight)
+    for rows in _blocks(logits_MV):
+        logits = logits_MV[rows]
+        weight = torch.addcmul(constant[rows, None], logits, slope[rows, None])
+        logits.exp_().mul_(weight)
+    return logits_MV
 
 
 def _local(targets_M: Tensor, size: int) -> tuple[Tensor, Tensor]:

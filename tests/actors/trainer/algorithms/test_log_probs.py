@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.trainer.algorithms import log_probs
 from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
+from tests.actors.trainer.measured import peak_of_tensors
 
 TEMPERATURE = 0.7
 TARGETS = torch.tensor([0, 10, 4, 3, 3])
@@ -17,6 +18,7 @@ SIZES = {
     "two rows a chunk": {"CHUNK_ELEMENTS": {"cpu": 22}, "LEAST_ROWS": 1},
     "two rows a chunk, one kept": {"CHUNK_ELEMENTS": {"cpu": 22}, "LEAST_ROWS": 1, "KEPT_ELEMENTS": {"cpu": 22}},
     "none kept": {"KEPT_ELEMENTS": {"cpu": 0}},
+    "blocks of two rows": {"BLOCK_ELEMENTS": 22},
 }
 
 
@@ -127,6 +129,18 @@ def test_logits_exist_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch, kept: i
         values.sum().backward()
     assert 0 < largest.elements <= chunk
     assert not held, "the backward pass keeps nothing"
+
+
+def test_a_chunk_is_not_copied_whole() -> None:
+    hidden = torch.randn(256, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(20_000, 8, dtype=torch.bfloat16)
+    logits = len(hidden) * len(weight) * 4
+
+    def work() -> None:
+        values, entropy = log_probs_and_entropy(hidden, weight, torch.zeros(len(hidden), dtype=torch.long))
+        (values.sum() + entropy.sum()).backward()
+
+    assert logits < peak_of_tensors(work) < 1.8 * logits
 
 
 # Row 1 is not restricted, row 3 keeps its target alone, row 4 keeps unlikely tokens only.
