@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 STACK_BYTES: Final = 8 << 20  # reserved for each thread that a library may start, one a core, and hardly used
+STATM_BYTES: Final = 256  # more than its seven numbers have
 _turn: Final = threading.Lock()
 
 
@@ -50,5 +51,8 @@ class MemoryLimit:
 
 def _data_bytes() -> int:
     """Return the size of what RLIMIT_DATA counts, data and stack, resident or not."""
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read().split()[5]) * resource.getpagesize()
+    file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a file object takes twice as long, in each block
+    try:
+        return int(os.read(file, STATM_BYTES).split()[5]) * resource.getpagesize()
+    finally:
+        os.close(file)
