@@ -266,6 +266,7 @@ FAMILIES = (
     Row("EP2", packed=True, recompute=True, kind="gpt_oss", replay=True),
     Row("PP2", recompute=True, kind="gpt_oss", replay=True, prompts=True),
     Row("EP2xCP2", packed=True, kind="gpt_oss", replay=True),
+    Row("EP2xTP2+SP", packed=True, kind="gpt_oss", replay=True),
     Row("TP2+SP", packed=True, recompute=True, kind="gemma3_text"),
     Row("PP2", tied=True, kind="gemma3_text"),
     Row("CP2", packed=True, kind="gemma3_text"),

@@ -45,10 +45,10 @@ def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
     _check_divides("the number of experts", experts.num_experts, ranks)
     _check_divides("moe_intermediate_size", experts.size, of_each)
     _check_divides("the size of the shared expert", experts.shared_size, tensor)
-    if experts.clamped is not None and max(tensor, of_each) > 1:
+    if experts.clamped is not None and of_each > 1:
         raise ValueError(
-            f"tensor_model_parallel_size = {tensor}: not implemented yet for experts with biases; distribute them by "
-            f"expert_model_parallel_size"
+            f"expert_tensor_parallel_size = {of_each}: not implemented yet for experts with biases; supported: 1, and "
+            f"distribute them by expert_model_parallel_size"
         )
     if tensor > 1 and not layout.sequence_parallel:
         raise ValueError("sequence_parallel = false: experts with tensor parallelism need sequence_parallel = true")

@@ -52,6 +52,9 @@ class GroupedExperts(SequentialMLP):
         for expert in self.local_experts if self.config.add_bias_linear else ():
             self.one_by_one = "experts with biases are not grouped"
             expert.linear_fc2.bias.sequence_parallel = False  # Megatron would sum those of different experts
+            # Otherwise Megatron takes those of all but the first tensor-parallel rank for copies, and the gradient norm
+            # lacks them.
+            expert.linear_fc2.bias.tensor_model_parallel = True
             expert.linear_fc2.register_forward_hook(_copied)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> tuple[Tensor, None]:

@@ -78,12 +78,14 @@ def test_latents_that_ranks_cannot_share(changes: dict[str, Any], key: str, tmp_
         check_layout(read_hf_config(tmp_path), MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True))
 
 
-def test_ranks_do_not_share_a_model_whose_experts_have_biases(tmp_path: Path) -> None:
+def test_ranks_do_not_share_an_expert_that_has_biases(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config_of("gpt_oss")))
-    layout = {"expert_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
-    with pytest.raises(ValueError, match="tensor_model_parallel_size = 2: not implemented yet for experts with biases"):
-        check_layout(read_hf_config(tmp_path), MegatronConfig(tensor_model_parallel_size=2, **layout))
-    check_layout(read_hf_config(tmp_path), MegatronConfig(expert_model_parallel_size=2))
+    layout = {"expert_model_parallel_size": 2, "sequence_parallel": True, "tensor_model_parallel_size": 2}
+    with pytest.raises(
+        ValueError, match="expert_tensor_parallel_size = 2: not implemented yet for experts with biases; supported: 1"
+    ):
+        check_layout(read_hf_config(tmp_path), MegatronConfig(**layout))
+    check_layout(read_hf_config(tmp_path), MegatronConfig(expert_tensor_parallel_size=1, **layout))
 
 
 def test_ranks_cannot_share_the_experts_of_a_model_without_any(tmp_path: Path) -> None:
