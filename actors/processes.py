@@ -10,6 +10,7 @@ import msgspec
 from actors.rollout.sglang.processes import engine_specs
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE
 from runtime.settings.devices import NVIDIA, ON_CPU
+from runtime.settings.owners import rollout_places
 from runtime.settings.placement import home_node, trainer_places
 from runtime.settings.processes import OURS, ProcessSpec, RestartGroupSpec, SendsHeartbeats, Tier
 from runtime.settings.reading.schema import functions_in
@@ -52,6 +53,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
             if name == node:
                 env = OURS | {INSTANCE_VARIABLE: str(number)}
                 specs.append(_host(topology, run_dir, f"{role}.{number}", [role], env))
+    specs += _sessions(topology, node)
     specs += _exporter(topology, home=home)
     return [*specs, *_trackers(topology), *_page(topology), *_spans(topology)] if home else specs
 
@@ -110,6 +112,21 @@ def _spans(topology: Topology) -> list[ProcessSpec]:
     spec = _observer(OPENTELEMETRY, "actors.observer.otlp", otlp.endpoint, str(topology.observe.stop_timeout_s))
     command = (python_of(OPENTELEMETRY, otlp.python), *spec.command[1:])
     return [msgspec.structs.replace(spec, command=command, stop_timeout_s=topology.observe.stop_timeout_s)]
+
+
+def _sessions(topology: Topology, node: str) -> list[ProcessSpec]:
+    """Spec of the listener for agents, on each node with a rollout actor."""
+    num_actors = sum(place.node == node for place in rollout_places(topology))
+    if topology.rollout.agent is None or not num_actors:
+        return []
+    settings = json.dumps({"num_actors": num_actors, "turn_s": topology.rollout.generate_timeout_s})
+    return [
+        ProcessSpec(
+            name="sessions",
+            command=(sys.executable, "-P", "-m", "actors.sessions", settings),
+            env=OURS,
+        )
+    ]
 
 
 def _observer(name: str, module: str, *arguments: str) -> ProcessSpec:

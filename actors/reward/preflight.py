@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from actors.reward import isolation
 from actors.reward.graders.builtin import find_grader
 from actors.reward.judging.keys import KeyProblem, api_key, remote_key
 from actors.reward.recipe import is_built_in
+from runtime.functions import isolation
 from runtime.node.checks.context import CheckContext, Checks
 from runtime.settings.placement import home_node
 from runtime.settings.reading.config import Problem

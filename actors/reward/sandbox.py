@@ -128,6 +128,8 @@ class Sandbox(UserLimits, frozen=True, kw_only=True):
         """Command line that starts a grader process; its parent must be this process."""
         limited = self.kind != "none"
         settings = {
+            "works": "actors.reward.worker:work",
+            "prefix": "physarum-grader-",
             "sandbox": self.kind,
             "memory_bytes": self.memory_bytes,
             "max_files": self.max_files,
@@ -135,7 +137,7 @@ class Sandbox(UserLimits, frozen=True, kw_only=True):
             "hidden": self._hidden() if self.kind == "isolated" else (),
         }
         parent, settings_json = str(os.getpid()), msgspec.json.encode(settings).decode()
-        return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, settings_json]
+        return [sys.executable, "-P", "-m", "runtime.functions.keeper", parent, settings_json]
 
     def _hidden(self) -> tuple[str, ...]:
         found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()

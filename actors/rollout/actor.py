@@ -44,6 +44,7 @@ from actors.rollout.samples.sampling_function import SamplingFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
+from actors.rollout.sessions.command import AgentPrograms
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.weight_reports import WeightReports
@@ -193,6 +194,9 @@ class RolloutActor(Actor):
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
         self._custom_generate = None if custom is None else KeyedFunction.of(GENERATE_KEY, custom)
+        self._agents = AgentPrograms.of(topology, bus.name, self._model)
+        if self._agents is not None:
+            self._custom_generate = self._agents.function
         self._sampling = SamplingFunction(topology)
         rollout = topology.rollout.custom_rollout
         self._custom_rollout = None
@@ -255,14 +259,14 @@ class RolloutActor(Actor):
                 group.start_soon(frozen.run, self._bus, self._topology)
             for begin in (self._sampling.run, tools.scorer.run, self._episodes.run):
                 await group.start(begin)
-            group.start_soon(self._ownership.run)
+            always = [self._ownership.run, tools.generator.running.run, reports.run, self._tasks.spill_long_runs]
+            for run in always if self._agents is None else [*always, self._agents.run]:
+                group.start_soon(run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
             group.start_soon(take_part, self._bus, fleet.syncs, lambda: fleet.weights, reports.gives_up)
-            group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower, reports)
             group.start_soon(self._follow_phases, follower)
-            group.start_soon(reports.run)
             if not self._share.is_alone:
                 group.start_soon(self._others.tell, fleet)
                 group.start_soon(self._hand_over, fleet)
@@ -272,7 +276,6 @@ class RolloutActor(Actor):
             bounds = Bounds(min_concurrency(pool), pool.concurrency)
             engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds, is_alone=self._share.is_alone)
             group.start_soon(engine_limits.run)
-            group.start_soon(self._tasks.spill_long_runs)
             for pull in (self._tasks.pull_groups, self._tasks.pull_evals, self._tasks.pull_eval_sets):
                 group.start_soon(pull, tools, engine_limits.need)
             task_status.started()

@@ -1,5 +1,6 @@
 """Pre-start checks of engines: their arguments, and the models that they serve."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ from runtime.models.family import families
 from runtime.models.safetensors import safetensors_files
 from runtime.node.checks.context import MODEL, CheckContext, Checks, SourceRows
 from runtime.settings.derived import policy_model, topk_divergence
+from runtime.settings.owners import rollout_places
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import (
@@ -230,6 +232,23 @@ def check_judges(context: CheckContext) -> Iterator[Problem]:
             yield Problem.of(key, engine.hf_checkpoint, f"{message}.chat_template")
 
 
+def check_agent(context: CheckContext) -> Iterator[Problem]:
+    """Check that the program of `rollout.agent` is on this node, if it has a rollout actor."""
+    agent, topology = context.topology.rollout.agent, context.topology
+    here = {place.node for place in rollout_places(topology)}
+    if agent is None or context.node not in here:
+        return
+    key = "rollout.agent.command"
+    if shutil.which(agent.command[0]) is None:
+        message = (
+            "its first word is no program on this machine: a path with a / that can be executed, or a name on PATH"
+        )
+        yield Problem.of(key, list(agent.command), message)
+    directory = Path(topology.model.hf_checkpoint)
+    if directory.is_dir() and not _has_chat_template(directory):
+        yield Problem(key="rollout.agent", message="needs a model with a chat template: programs send messages")
+
+
 def _has_chat_template(directory: Path) -> bool:
     if any(has_file(directory, name) for name in CHAT_TEMPLATES):
         return True
@@ -291,7 +310,7 @@ def _longest(topology: Topology) -> int:
 
 
 CHECKS: Final = Checks(
-    machine=(check_arguments, check_judges),
+    machine=(check_arguments, check_judges, check_agent),
     model=(check_urls, check_model),
     contents=(check_limits, check_frozen_pools, check_chosen_pools),
 )

@@ -162,6 +162,8 @@ class _Finder:
         if isinstance(value, dict) and access is not Access.HARMLESS:
             entries = cast("dict[str, Any]", value).items()
             return {name: self._text(f"{key}.{name}", entry, access) for name, entry in entries}
+        if isinstance(value, tuple) and access is Access.PROGRAM:  # a program and its arguments
+            return tuple(self._text(key, word, access) for word in cast("tuple[Any, ...]", value))
         return self._text(key, value, access)
 
     def _text(self, key: str, value: Any, access: Access | None) -> Any:

@@ -140,7 +140,7 @@ def test_sums_are_refused(user_file: Path, name: str, weights: dict[str, float],
 
 def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(reward={"sandbox": "process"}) == []
-    monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr("runtime.functions.isolation.refusal", lambda: "unshare: Operation not permitted")
     (problem,) = problems(reward={"sandbox": "isolated"})
     assert problem.startswith(
         'reward.sandbox = "isolated": this machine cannot isolate graders: unshare: Operation not permitted'

@@ -358,3 +358,14 @@ def test_each_node_of_reward_has_a_reward_actor() -> None:
     placed = (*TWO, "reward.nodes=['b','local']")
     assert list(specs("laptop.toml", "b", *placed)) == ["reward.0"]
     assert [name for name in specs("laptop.toml", "local", *placed) if name.startswith("reward")] == ["reward.1"]
+
+
+def test_each_node_with_a_rollout_actor_has_a_listener_for_agents_if_there_are_any() -> None:
+    agent = "rollout.agent={command = ['a'], sandbox = 'none'}"
+    prompts = ("data.0.apply_chat_template=false",)
+    assert "sessions" not in specs("laptop.toml", "local")
+    found = specs("laptop.toml", "local", agent, *prompts)["sessions"]
+    assert found.command[1:4] == ("-P", "-m", "actors.sessions")
+    assert json.loads(found.command[4])["num_actors"] == 1
+    two = ("engines.policy.num_engines=2", "rollout.nodes=['local','local']")
+    assert json.loads(specs("laptop.toml", "local", agent, *prompts, *two)["sessions"].command[4])["num_actors"] == 2

@@ -141,7 +141,7 @@ class CpuTimes:
             return "daemon"
         if "actors.observer" in words or "actors.trackers" in words:
             return "observers"
-        names = ("nats-server", "router", "reward.worker", "reward.keeper", "tiny_engine", "guardian")
+        names = ("nats-server", "router", "reward.worker", "functions.keeper", "tiny_engine", "guardian")
         return next((name for name in names if name in words), words.rpartition(" ")[2])
 
 

@@ -461,7 +461,7 @@ def test_rows_may_name_graders_of_the_topology_and_no_others(
 def test_isolation_is_asked_of_the_machine_of_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr("runtime.functions.isolation.refusal", lambda: "unshare: Operation not permitted")
     command = [str(LAPTOP), "--check", "--set", "reward.sandbox=isolated"]
     assert main(command) == 2
     said = capsys.readouterr().err

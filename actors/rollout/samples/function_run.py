@@ -34,8 +34,13 @@ class FunctionRun:
     trains_temperatures: bool = True  # whether turns at other temperatures than the recipe's train
     limit_s: float = 300.0  # of the function, outside of `generate` and `grade`
     pools: Mapping[str, AskPool] = field(default_factory=lambda: NO_POOLS)  # that the function may choose, by name
+    is_limit_of_all: bool = False  # the limit is for all of its time, not for that between two turns
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
+    own_s: float = 0.0  # of the function so far, until its newest turn began
+    waited_s: float = 0.0  # for turns and grades so far
+    since: float | None = None  # it works, or waits; None: it has not begun
+    has_waited: bool = False  # since then
     num_asking: int = 0
     num_elsewhere: int = 0  # calls that wait for a pool or a grader; a halt does not wait for them
     halted: bool = False
@@ -45,7 +50,15 @@ class FunctionRun:
 
     def let_work(self) -> None:
         """Give the function its time until the next turn. A halted one ends at its next wait."""
-        self.scope.deadline = math.inf if self.is_waiting else anyio.current_time() + self.limit_s
+        now = anyio.current_time()
+        took_s = 0.0 if self.since is None else now - self.since
+        if self.has_waited:
+            self.waited_s += took_s
+        else:
+            self.own_s += took_s
+        self.since, self.has_waited = now, self.is_waiting
+        left_s = self.limit_s - self.own_s if self.is_limit_of_all else self.limit_s
+        self.scope.deadline = math.inf if self.is_waiting else now + left_s
         if self.halted and not self.num_asking:
             self.scope.cancel()
 

@@ -9,6 +9,7 @@ from runtime.functions.load import load
 from runtime.functions.table import GENERATE
 
 KEY = "rollout.custom_generate"
+MAX_STARTS = 3  # of a generate function from the prompt, for one sample of a delivery
 SHOWN_CHARS = 200  # of a returned value, in an error
 
 
@@ -17,6 +18,8 @@ class KeyedFunction(NamedTuple):
 
     key: str
     function: Callable[[Any], Awaitable[None]]
+    max_starts: int = MAX_STARTS  # runs from the prompt, for one sample of a delivery
+    own_s: float | None = None  # seconds of its own over all turns; None: between two turns, by the setting
 
     @classmethod
     def of(cls, key: str, name: str) -> "KeyedFunction":

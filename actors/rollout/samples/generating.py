@@ -24,10 +24,10 @@ from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.answers import numbers_of
 from messages import EngineLoad, EngineNumbers, SampleStatus, SamplingParams
+from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 
-MAX_STARTS: Final = 3  # runs of a generate function from the prompt, for one sample of a delivery
 STORE_S: Final = 5.0  # seconds for which a halted function waits for a store; the end of its sample then repeats it
 
 
@@ -143,7 +143,7 @@ class Generation:
 
     async def _converse(self, sample: OpenSample, own: KeyedFunction) -> None:
         """Generate a sample turn by turn with the user-defined function, which may begin again from the prompt."""
-        for num_starts in range(1, MAX_STARTS + 1):
+        for num_starts in range(1, own.max_starts + 1):
             conversation = await self._run_function(own, sample)
             if conversation is None or not conversation.starts_again:
                 return
@@ -152,8 +152,8 @@ class Generation:
                 did = "it is marked deterministic, and did something else when it ran again"
                 sample.give_up(f"{own.key}: {did}: {reason}")
                 return
-            if num_starts == MAX_STARTS and conversation.mismatch is None:
-                sample.give_up(f"{own.key}: aborted {MAX_STARTS} times, last: {reason}")
+            if num_starts == own.max_starts and conversation.mismatch is None:
+                sample.give_up(f"{own.key}: aborted {count_of(num_starts, 'time')}, last: {reason}")
                 return
             log.warning("sample_starts_again", index=sample.index, reason=reason)
             await self._store.start_again(sample)
@@ -210,7 +210,8 @@ class Generation:
             model=self._tools.model,
             keep=self._keep if episode is None else episode.keep,
             trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
-            limit_s=self._tools.function_limit_s,
+            limit_s=self._tools.function_limit_s if own.own_s is None else own.own_s,
+            is_limit_of_all=own.own_s is not None,
             evaluation=self._task.round is None,
             grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
             pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},

@@ -116,6 +116,13 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if project is not None and generate is not None and project_of(generate) != project:
         message = f"must be a function of {project} too, which the rollout function of {project} calls"
         yield Problem.of("rollout.custom_generate", generate, message)
+    for key in ("custom_generate", "custom_rollout") if rollout.agent is not None else ():
+        if (name := getattr(rollout, key)) is not None:
+            yield Problem.of(f"rollout.{key}", name, "has no effect with rollout.agent: leave one of them out")
+    for index, item in enumerate(recipe.data if rollout.agent is not None else ()):
+        if item.apply_chat_template:
+            message = "with rollout.agent, programs get prompts as they are in the data: leave it out"
+            yield Problem.of(f"data.{index}.apply_chat_template", True, message)
     number, most = rollout.custom_rollout_prompts, over_sampling_batch_size(rollout)
     if number > 1 and rollout.custom_rollout is None:
         yield Problem.of("rollout.custom_rollout_prompts", number, "has no effect without rollout.custom_rollout")

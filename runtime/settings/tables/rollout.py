@@ -7,6 +7,7 @@ import msgspec
 from runtime.functions.table import BUFFER_FILTER, FILTER, GENERATE, OVER_SAMPLING_FILTER, ROLLOUT, SAMPLING
 from runtime.settings.reading.access import Harmless
 from runtime.settings.reading.config import Config
+from runtime.settings.tables.agent import AgentConfig
 from runtime.settings.tables.values import Count, Name, NonNegative, Positive, Temperature, Text, TopK, TopP
 
 FilterField = Literal["tokens", "log_probs", "texts"]
@@ -91,6 +92,8 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that generates a sample in several turns: "module:function" or "path/file.py:function". By default
     # a sample is one request.
     custom_generate: Annotated[Text | None, GENERATE] = None
+    # A program that generates a sample by requests over HTTP. By default there is none.
+    agent: AgentConfig | None = None
     # What a training sample does whose generate function raises, takes too long or generates nothing: end alone
     # ("drop_sample"), with its whole prompt group ("drop"), or train its tokens with reward 0 ("zero"). A group with
     # fewer than 2 samples left fails. If the first calls all fail, at least 8 in at least 4 groups, the run ends.

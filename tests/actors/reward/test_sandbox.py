@@ -10,12 +10,12 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.reward import isolation, seccomp
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import GraderUnusableError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
+from runtime.functions import isolation, seccomp
 from tests.actors.reward.test_pool import AMPLE_S, is_running, until_ended, until_exists
 from tests.fixtures.nats import eventually
 from tests.support.other_user import open_directory
@@ -118,7 +118,7 @@ async def test_a_grader_that_forks_a_bomb_is_killed_with_all_of_it(kind: Any) ->
 
 def is_bomb(pid: int) -> bool:
     try:
-        ours = b"\0".join((b"actors.reward.keeper", b"%d" % os.getpid()))  # not those of a run beside the tests
+        ours = b"\0".join((b"runtime.functions.keeper", b"%d" % os.getpid()))  # not those of a run beside the tests
         return ours in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid)
     except OSError:
         return False
@@ -198,7 +198,7 @@ def test_a_file_in_the_place_of_dev_null_is_a_reason_and_no_wrong_answer(tmp_pat
     """In a mount namespace of its own; programs that open /dev/null would fail there, and score 0."""
     program = """
 import ctypes, sys
-from actors.reward import isolation
+from runtime.functions import isolation
 if (reason := isolation.refusal()) is None:
     isolation.enter_user_and_pid_namespaces()
     libc = ctypes.CDLL(None)
@@ -255,7 +255,7 @@ def test_an_isolated_process_can_isolate_another_one(user: int) -> None:
     """As root, and as any other user."""
     program = """
 import os, sys
-from actors.reward import isolation
+from runtime.functions import isolation
 os.setuid(int(sys.argv[1]))
 isolation.set_traceable(True)  # as it is for who logs in as this user
 for folder, isolates in zip(sys.argv[2:], (True, False)):

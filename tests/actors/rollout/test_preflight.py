@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from actors.reward.preflight import check_keys
-from actors.rollout.preflight import check_frozen_pools, check_judges, memory_of_pools
+from actors.rollout.preflight import check_agent, check_frozen_pools, check_judges, memory_of_pools
 from runtime.settings.load import load_topology
+from runtime.settings.reading.config import Problem
 from runtime.settings.tables.algorithm import ForwardKl, SglangTeacher
 from runtime.settings.topology import Topology
 from tests.runtime.settings.shipped import LAPTOP
@@ -133,3 +134,19 @@ def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(tmp_path: Pat
         found = problems_of(msgspec.structs.replace(topology, algorithm=algorithm), check_frozen_pools)
         assert [problem.key for problem in found] == ["algorithm.opd.distillation.topk"] * is_refused
         assert not found or f"has {size} tokens" in found[0].message
+
+
+def test_a_program_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "agent"
+    prompts = ("data.0.apply_chat_template=false",)
+
+    def found(command: str) -> list[Problem]:
+        table = f"rollout.agent={{command = ['{command}', 'x'], sandbox = 'process'}}"
+        return problems_of(load_topology(LAPTOP, (table, *prompts)).topology, check_agent)
+
+    assert [problem.key for problem in found("no-such-program")] == ["rollout.agent.command"]
+    assert "is no program on this machine" in found(str(program))[0].message
+    program.write_text("#!/bin/sh")
+    assert found(str(program))  # it cannot be executed
+    program.chmod(0o755)
+    assert found(str(program)) == found("sh") == []

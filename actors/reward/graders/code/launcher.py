@@ -53,8 +53,8 @@ TOO_MUCH = -1  # code of a run that wrote too much
 
 if IS_PROGRAM:
     sys.path.insert(0, ROOT)
-from actors.reward import isolation  # noqa: E402 - needs ROOT
-from actors.reward.seccomp import refuse_new_processes  # noqa: E402
+from runtime.functions import isolation  # noqa: E402 - needs ROOT
+from runtime.functions.seccomp import refuse_new_processes  # noqa: E402
 from runtime.util.descendants import set_parent_death_signal  # noqa: E402
 
 if IS_PROGRAM:

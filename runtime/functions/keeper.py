@@ -1,6 +1,8 @@
-"""Supervisor of a grader process: enforces its limits, ends when it ends, and kills all descendants of the grader.
+"""Supervisor of a process that runs users' code: enforces its limits, ends as it does, and kills all its descendants.
 
-Run as `python -m actors.reward.keeper PARENT_PID SETTINGS`. Standard library only: its child imports the rest.
+It forks a grader process, or runs the program of an agent.
+
+Run as `python -m runtime.functions.keeper PARENT_PID SETTINGS`. Standard library only: its child imports the rest.
 """
 
 import json
@@ -13,10 +15,11 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from actors.reward import isolation
+from runtime.functions import isolation
 from runtime.util.descendants import (
     descendants,
     end_like,
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     set_subreaper()
     _raise_priority()
-    folder = tempfile.mkdtemp(prefix="physarum-grader-")
+    folder = tempfile.mkdtemp(prefix=str(settings["prefix"]))
     worker, status = 0, None
     try:
         worker = _start(settings, folder)
@@ -105,10 +108,12 @@ def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal:
         _limit(settings, isolated=isolated)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(TMPDIR=folder)
+    if settings.get("program"):
+        os.environ.pop("PYTHONPATH", None)  # it was for this module
+        os.execvp(settings["program"][0], settings["program"])
     tempfile.tempdir = None  # makes tempfile read TMPDIR again
-    from actors.reward.worker import work  # after the fork, so that the keeper stays small
-
-    return work(refusal)
+    module, _, name = settings["works"].partition(":")  # after the fork, so that the keeper stays small
+    return int(getattr(import_module(module), name)(refusal))
 
 
 def _run_as_init() -> int | None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from actors.reward.seccomp import refuse_foreign_sockets
+from runtime.functions.seccomp import refuse_foreign_sockets
 
 _CLONE_NEWNS: Final = 0x00020000
 _CLONE_NEWIPC: Final = 0x08000000

@@ -1,0 +1,220 @@
+"""Plays samples with a program: the generate function of `rollout.agent`.
+
+Each attempt has a session, a directory and a process group of its own. The program gets the model's key, in its
+environment; the control key stays here.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import Process
+
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.generate_function import KeyedFunction
+from actors.rollout.sessions.opened import OpenSession, OpenSessions
+from actors.rollout.sessions.rendering import Rendering
+from actors.rollout.sglang.served_model import ServedModel
+from runtime.data.chat_template import ChatTemplate
+from runtime.functions.limits import UserLimits, environment
+from runtime.models.config import read_model
+from runtime.process.main import RUN_DIR
+from runtime.sessions.actor_end import ActorEnd
+from runtime.settings.tables.agent import AgentConfig
+from runtime.settings.topology import Topology
+from runtime.util.exit_codes import EXIT_TOO_MANY_PROCESSES
+from runtime.util.formatting import signal_name
+from runtime.util.import_path import ROOT
+
+log = structlog.get_logger()
+
+KEY: Final = "rollout.agent"
+ROW: Final = "PHYSARUM_ROW"  # file with the row
+TAIL_BYTES: Final = 2_000  # of a program's output, in the reason of a failed attempt
+KILL_S: Final = 10.0
+
+
+class CommandAgent:
+    """Runs a program for a sample until it ends.
+
+    Args:
+        config: the program.
+        sessions: of this actor.
+        limits: memory, files and environment of the process, with sandbox = "process".
+        max_processes: of an attempt at a time, with sandbox = "process".
+    """
+
+    def __init__(self, config: AgentConfig, sessions: OpenSessions, limits: UserLimits, max_processes: int) -> None:
+        self._config, self._sessions = config, sessions
+        self._limits, self._max_processes = limits, max_processes
+        self._num_started = 0
+
+    async def __call__(self, conversation: Conversation) -> None:
+        """Play a sample. Attempts that fail are aborted: the sample then begins again from its prompt."""
+        if conversation.has_recorded_turns:
+            conversation.end("aborted", "its rollout actor ended, and a program cannot be run again")
+            return
+        self._num_started += 1
+        name = f"s{os.getpid()}.{self._num_started}.{os.urandom(4).hex()}"
+        async with self._sessions.opened(conversation, name) as opened:
+            with tempfile.TemporaryDirectory(prefix="physarum-agent-", ignore_cleanup_errors=True) as parent:
+                place = Path(parent, "work")
+                await anyio.to_thread.run_sync(self._fill, place)
+                row = Path(parent, "row.json")
+                _write_private(row, _row_of(conversation))
+                problem = await self._attempt(opened, name, place, row)
+        self._end(conversation, opened, problem)
+        own_s, waited_s = conversation.times_s
+        conversation.sample_metadata["agent_s"] = round(own_s, 3)
+        conversation.sample_metadata["model_s"] = round(waited_s, 3)
+
+    def _fill(self, place: Path) -> None:
+        if self._config.directory is None:
+            place.mkdir(mode=0o700)
+        else:
+            shutil.copytree(self._config.directory, place, symlinks=True)
+
+    async def _attempt(self, opened: OpenSession, name: str, place: Path, row: Path) -> str:
+        """Run the program to its end; return what went wrong, empty if nothing did. Its key ends before it does."""
+        output, code = bytearray(), 0
+        async with self._running(opened, name, place, row) as process, anyio.create_task_group() as group:
+
+            async def stop_when_over() -> None:
+                await opened.over.wait()
+                await self._sessions.revoke(name)
+                process.terminate()
+
+            group.start_soon(stop_when_over)
+            assert process.stdout is not None
+            with suppress(anyio.EndOfStream):
+                while True:
+                    output += await process.stdout.receive()
+                    del output[:-TAIL_BYTES]
+            code = await process.wait()
+            group.cancel_scope.cancel()
+        if opened.over.is_set():
+            return ""
+        if not code:
+            return "" if opened.num_turns else f"{self._config.command[0]} ended without a turn of the model"
+        return f"{self._config.command[0]} {self._ending(code)}{_last_line(output, opened)}"
+
+    def _ending(self, code: int) -> str:
+        if code == EXIT_TOO_MANY_PROCESSES and self._config.sandbox == "process":
+            return f"was killed: it started more than {self._max_processes} processes (reward.max_processes)"
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+    @asynccontextmanager
+    async def _running(self, opened: OpenSession, name: str, place: Path, row: Path) -> AsyncGenerator[Process]:
+        """Run the program under a keeper, which kills all that it started when the block or this process ends."""
+        settings = {
+            "program": self._config.command,
+            "prefix": "physarum-agent-",
+            "sandbox": self._config.sandbox,
+            "memory_bytes": self._limits.memory_bytes,
+            "max_files": self._limits.max_files,
+            "max_processes": self._max_processes if self._config.sandbox == "process" else None,
+            "hidden": (),
+        }
+        words = [sys.executable, "-P", "-m", "runtime.functions.keeper", str(os.getpid()), json.dumps(settings)]
+        process = await anyio.open_process(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=place,
+            env=self._environment(opened, row),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._sessions.revoke(name)
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)  # the keeper kills the group, and daemons too
+                with anyio.move_on_after(KILL_S):
+                    await process.wait()
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.aclose()
+
+    def _environment(self, opened: OpenSession, row: Path) -> dict[str, str]:
+        key, url = opened.keys.model.reveal(), opened.url.rstrip("/")
+        of_model = {
+            "OPENAI_API_KEY": key,
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_AUTH_TOKEN": key,
+            "ANTHROPIC_BASE_URL": url,
+            ROW: str(row),
+        }
+        return {**environment(self._config.env), **of_model, "PYTHONPATH": str(ROOT)}
+
+    def _end(self, conversation: Conversation, opened: OpenSession, problem: str) -> None:
+        if opened.failure:
+            conversation.end("failed", f"its environment says: {opened.failure}")
+        elif problem:
+            log.warning("agent_failed", index=conversation.index, reason=problem)
+            conversation.end("aborted", problem)
+        elif opened.reward is not None:
+            conversation.reward, conversation.rewards = opened.reward, opened.rewards
+        elif opened.last is not None:
+            conversation.text = opened.last.text  # that is graded
+
+
+class AgentPrograms:
+    """What a rollout actor needs for `rollout.agent`: its generate function, and the link to the listener."""
+
+    def __init__(self, config: AgentConfig, topology: Topology, actor: str, model: ServedModel) -> None:
+        sessions = OpenSessions(Rendering(ChatTemplate(model.directory), model))
+        reward, most = topology.reward, topology.rollout.max_context_len
+        limits = UserLimits(memory_bytes=reward.memory_bytes, max_files=reward.max_files)
+        agent = CommandAgent(config, sessions, limits, reward.max_processes)
+        self.function = KeyedFunction(KEY, agent, max_starts=config.attempts, own_s=config.episode_timeout_s)
+        if most is None:
+            most = read_model(model.directory, topology.model.ignore_config_keys).max_context
+        self._end = ActorEnd(run_dir_of(topology), actor, model.directory.name, most, sessions)
+        sessions.serve_by(self._end)
+
+    async def run(self) -> None:
+        """Serve the listener of this node. Never returns."""
+        await self._end.run()
+
+    @classmethod
+    def of(cls, topology: Topology, actor: str, model: ServedModel) -> "AgentPrograms | None":
+        """Return what the topology asks for; None: no program generates samples."""
+        config = topology.rollout.agent
+        return None if config is None else cls(config, topology, actor, model)
+
+
+def run_dir_of(topology: Topology) -> Path:
+    """Return the directory of the run on this node."""
+    return Path(os.environ.get(RUN_DIR) or Path(topology.run.dir) / topology.run.name)
+
+
+def _row_of(conversation: Conversation) -> Mapping[str, Any]:
+    """Return what an agent gets of its row: never the label."""
+    return {"prompt": conversation.prompt, "metadata": conversation.metadata, "index": conversation.index}
+
+
+def _write_private(file: Path, content: Mapping[str, Any]) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+        json.dump(content, opened)
+
+
+def _last_line(output: bytes | bytearray, opened: OpenSession) -> str:
+    """Return the end of what a program printed, without its key."""
+    text = output.decode(errors="replace").replace(opened.keys.model.reveal(), "***").strip()
+    return f": {text.splitlines()[-1][-300:]}" if text else ""
