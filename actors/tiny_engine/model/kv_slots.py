@@ -287,19 +287,21 @@ class KvSlots:
             self._forbid_stops(logits, first)
         if self._num_tempered:
             logits /= floats[:, _TEMPERATURE, None]
-        probs = logits.softmax(-1)
+        log_probs = logits.log_softmax(-1)
         uniform = sampling.uniforms(ints[:, _SEED], ints[:, _POSITION])
-        tokens = sampling.draw(probs, uniform)
+        tokens = sampling.draw(log_probs, uniform)
         kinds = floats[:, _KIND]
         kept = None
         if self._num_truncating:
-            kept = sampling.truncated(probs, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P])
+            kept = sampling.truncated(
+                log_probs, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P]
+            )
             tokens = torch.where(kinds == _TRUNCATING, sampling.draw_truncated(kept, uniform), tokens)
         if self._num_greedy:
-            tokens = torch.where(kinds == _GREEDY, logits.argmax(-1), tokens)
-        tokens = tokens.clamp_(max=probs.shape[-1] - 1)  # NaNs yield an index past the last token
+            tokens = torch.where(kinds == _GREEDY, log_probs.argmax(-1), tokens)
+        tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # NaNs yield an index past the last token
         ints[:, _TOKEN] = tokens
-        drawn = probs.gather(1, tokens.unsqueeze(1)).squeeze(1).log_()
+        drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return SampledTokens(first, tokens.tolist(), drawn.tolist(), self._masks(first, tokens.tolist(), kept))
 
     def _masks(

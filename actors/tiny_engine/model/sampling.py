@@ -39,17 +39,17 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((z >> 41) & _MASK_23).to(torch.float32).mul_(2.0**-23)
 
 
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Sample one token per row.
 
     Args:
-        probs: [n, vocabulary].
+        log_probs: [n, vocabulary], normalized.
         uniform: [n] in [0, 1).
 
     Returns:
         Tokens [n], none with probability zero: scaling by the last sum keeps the target below it despite rounding.
     """
-    cumulative = probs.cumsum(-1)
+    cumulative = log_probs.exp().cumsum_(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
@@ -61,16 +61,16 @@ class Truncated(NamedTuple):
     tokens: Tensor
 
 
-def truncated(probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Truncated:
+def truncated(log_probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Truncated:
     """Apply top-k, top-p and min-p, with SGLang's definitions.
 
     Args:
-        probs: [n, vocabulary].
+        log_probs: [n, vocabulary], normalized.
         top_k: [n] number of most likely tokens to keep, at least 1.
         top_p: [n] keeps a token if the more likely ones sum to at most this.
         min_p: [n] keeps a token if its probability is at least this share of the highest one.
     """
-    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
     keep = (probs.cumsum(-1) - probs) <= top_p.unsqueeze(-1)
     keep &= torch.arange(probs.shape[-1]) < top_k.unsqueeze(-1)
     keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]

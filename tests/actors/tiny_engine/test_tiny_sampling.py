@@ -48,17 +48,17 @@ def test_uniforms_are_the_top_bits_of_splitmix64() -> None:
 def test_draws_follow_the_distribution() -> None:
     size = 200_000
     uniform = uniforms(torch.arange(size), torch.full((size,), 3))
-    tokens = draw(PROBS.expand(size, -1), uniform)
+    tokens = draw(PROBS.log().expand(size, -1), uniform)
     shares = torch.bincount(tokens, minlength=5) / size
     assert (shares - PROBS).abs().max() < 0.005  # four standard errors of the largest share
 
 
 def test_a_draw_never_picks_an_impossible_token() -> None:
-    probs = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, -1)
+    log_probs = torch.tensor([[-float("inf"), 0.0, -float("inf")]]).expand(3, -1)
     extremes = torch.tensor([0.0, 0.5, 1 - 2.0**-23])
-    assert draw(probs, extremes).tolist() == [1, 1, 1]
+    assert draw(log_probs, extremes).tolist() == [1, 1, 1]
     nothing_cut = {"top_k": torch.full((3,), 3), "top_p": torch.ones(3), "min_p": torch.zeros(3)}
-    assert draw_truncated(truncated(probs, **nothing_cut), extremes).tolist() == [1, 1, 1]
+    assert draw_truncated(truncated(log_probs, **nothing_cut), extremes).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_truncation_keeps_the_tokens_that_top_k_top_p_and_min_p_say(
     size = 4000
     uniform = uniforms(torch.arange(size), torch.zeros(size, dtype=torch.int64))
     top_k, top_p, min_p = (torch.full((size,), limit) for limit in limits)
-    left = truncated(PROBS.expand(size, -1), top_k=top_k, top_p=top_p, min_p=min_p)
+    left = truncated(PROBS.log().expand(size, -1), top_k=top_k, top_p=top_p, min_p=min_p)
     assert set(draw_truncated(left, uniform).tolist()) == kept
     for token in kept:
         mask, log_prob = sampling_mask(left, 7, token)
