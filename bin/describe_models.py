@@ -32,7 +32,8 @@ Written by `bin/describe-models` from the declarations of `runtime/models/famili
 |---|---|---|---|
 {families}
 
-The trainer computes all of them, the tiny engine those without multi-latent attention and attention sinks.
+The trainer computes all of them, the tiny engine those without multi-latent attention, attention sinks and
+linear attention.
 How to add one: [families](../develop/model-families.md). A key of a model's `config.json` is one of these:
 
 - **built**: trainer and tiny engine compute what it says. Values that they cannot compute are refused.
@@ -105,7 +106,7 @@ def page(table: ConfigTable) -> str:
 
 
 def _family_row(family: Family) -> str:
-    names = ", ".join(f"`{name}`" for name in (family.model_type, *family.same))
+    names = ", ".join(f"`{name}`" for name in family.model_types)
     return f"| {names} | {family.title} | `{family.architecture}` | {family.on_sglang} |"
 
 

@@ -40,7 +40,7 @@ from actors.trainer.megatron.memory import give_back, held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.config import HfConfig, critic_model
-from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
+from actors.trainer.models.files import add_copied, copy_small_files, set_dtype, set_value_head
 from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.plugins.functions import hook
 from actors.trainer.ranks import RankCalls, on_all_ranks
@@ -390,6 +390,8 @@ class TrainerRank:
     def _copy_files(self, model_directory: Path, directory: Path, model: HfConfig) -> None:
         """Copy the files of a model that has been exported, except its weights."""
         ignored = self._topology.model.ignore_config_keys
+        if not self._topology.model.random_init:
+            add_copied(model_directory, directory, model)
         copy_small_files(model_directory, directory, tokenizer=True, ignored=ignored)
         set_dtype(directory / "config.json", self._topology.model.dtype)
         set_value_head(directory / "config.json", model)

@@ -228,9 +228,11 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
 
 
 def _copy_small_files(unfinished: Path, topology: Topology, model: "HfConfig") -> None:
-    from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
+    from actors.trainer.models.files import add_copied, copy_small_files, set_dtype, set_value_head
 
     ignored = topology.model.ignore_config_keys
+    if not topology.model.random_init:
+        add_copied(Path(topology.model.hf_checkpoint), unfinished, model)
     copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True, ignored=ignored)
     set_dtype(unfinished / CONFIG, topology.model.dtype)
     set_value_head(unfinished / CONFIG, model)

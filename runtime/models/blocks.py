@@ -7,7 +7,7 @@ are those that most families use.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -32,13 +32,15 @@ class Weight(msgspec.Struct, frozen=True):
     groups: int = 1
     joined: str = ""  # name of the parts together in engines; empty: that of the only part
     is_stored_joined: bool = False  # the files have one tensor of that name: all rows of each part, part after part
-    place: tuple[int, int] | None = None  # the files stack such tensors, transposed: its number, and how many there are
+    place: tuple[int, int] | None = None  # the files stack such tensors: its number, and how many there are
+    is_transposed: bool = False  # in such a stack; a part has its shape there
     is_alternating: bool = False  # in such a stack the rows of both halves alternate
+    start: Literal["", "one", "decay"] = ""  # new values: 1, or logarithms of decays; empty: as the name says
 
     @property
     def shapes(self) -> Iterator[Shape]:
-        """Yield the shape of this tensor's share of each part."""
-        yield from (shape if self.place is None else shape[1:] for shape in self.parts.values())
+        """Yield the shape of each part."""
+        yield from self.parts.values()
 
     @property
     def engine_name(self) -> str:
@@ -48,10 +50,11 @@ class Weight(msgspec.Struct, frozen=True):
     @property
     def in_files(self) -> Mapping[str, Shape]:
         """The tensors of the files, by name."""
-        if not self.is_stored_joined:
-            return self.parts
-        shapes = [*self.parts.values()]
-        return {self.joined: (sum(rows for rows, *_ in shapes), *shapes[0][1:])}
+        parts, shapes = self.parts, [*self.parts.values()]
+        if self.is_stored_joined:
+            parts = {self.joined: (sum(rows for rows, *_ in shapes), *shapes[0][1:])}
+        stack = () if self.place is None else (self.place[1],)
+        return {name: (*stack, *shape) for name, shape in parts.items()}
 
     def rows_of(self, part: str) -> tuple[int, int]:
         """Return where a part begins in the tensor of the files that holds all of them, and its number of rows."""
@@ -123,6 +126,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_stored_joined: bool = False  # the files have queries, keys and values in one tensor
     has_sinks: bool = False  # each head has a score that takes a share of each query's softmax
     window: int | None = None  # number of keys that a query sees, its own among them; None: all up to its own
+    has_gate: bool = False  # a sigmoid gate of each head's output, whose rows follow those of the head's query
+    of_files: ClassVar[str] = "self_attn"  # the module's name there
 
     def products(self, length: int) -> float:
         """Return the multiplications of scores and of values for a sequence."""
@@ -136,7 +141,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the tensors. The fused rows are groups: the queries of a key-value head, its key, its value."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = {"q_proj": query, "k_proj": key, "v_proj": key}
+        rows = {"q_proj": query * (2 if self.has_gate else 1), "k_proj": key, "v_proj": key}
         layout: dict[str, Any] = {"groups": self.kv_heads, "is_stored_joined": self.is_stored_joined}
         yield from fused("linear_qkv", rows, hidden, joined="qkv_proj", bias=self.qkv_bias, **layout)
         if self.head_norms:
@@ -160,6 +165,7 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rotated_dim: int  # part with RoPE; the keys' part is shared by all heads
     value_dim: int
     rope: Rope
+    of_files: ClassVar[str] = "self_attn"
 
     @property
     def kv_heads(self) -> int:
@@ -206,6 +212,8 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     value_dim: int
     width: int  # of the convolution: positions that one depends on, its own among them
     is_fused: bool = False  # the files have all rows of a key head together, and not those of all queries
+    of_files: ClassVar[str] = "linear_attn"
+    rope: ClassVar[None] = None
 
     @property
     def shared(self) -> int:
@@ -246,9 +254,9 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         rows = {"q": self.key_heads * self.key_dim, "k": self.key_heads * self.key_dim}
         filters = {f"conv1d.{part}": (size, 1, self.width) for part, size in (rows | {"v": self._values}).items()}
         yield Weight("conv", filters, groups, joined="conv1d.weight", is_stored_joined=True)
-        yield Weight("dt_bias", {"dt_bias": (self.value_heads,)})
-        yield Weight("A_log", {"A_log": (self.value_heads,)})
-        yield Weight("norm", {"norm.weight": (self.value_dim,)})
+        yield Weight("dt_bias", {"dt_bias": (self.value_heads,)}, start="one")
+        yield Weight("A_log", {"A_log": (self.value_heads,)}, start="decay")
+        yield Weight("norm", {"norm.weight": (self.value_dim,)}, start="one")
         yield from linear("linear_proj", "out_proj", hidden, self._values)
 
     @property
@@ -302,6 +310,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
     clamped: Clamped | None = None  # None: SwiGLU without biases
     router: str = "gate"  # its name in the files
+    is_stacked: bool = False  # the files have a tensor of all experts in the place of one of each
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield nothing: `check_layout` knows which ranks share out experts."""
@@ -316,12 +325,21 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             if self.clamped is not None:
                 yield from self._stacked(number, hidden)
                 continue
-            own = Mlp(size=self.size).weights(hidden)
-            yield from within(own, f"experts.local_experts.{number}", f"experts.{number}")
+            own = Mlp(size=self.size, is_stored_joined=self.is_stacked).weights(hidden)
+            named = within(
+                own, f"experts.local_experts.{number}", "experts" if self.is_stacked else f"experts.{number}"
+            )
+            yield from (self._stacked_row(weight, number) for weight in named) if self.is_stacked else named
         if self.shared_size:
             yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
         if self.has_shared_gate:
             yield Weight("shared_experts.gate_weight", {"shared_expert_gate.weight": (1, hidden)})
+
+    def _stacked_row(self, weight: Weight, number: int) -> Weight:
+        """Give an expert's tensor its place in that of all experts, which has no ending."""
+        parts = {part.removesuffix(".weight"): shape for part, shape in weight.parts.items()}
+        joined, place = weight.joined.removesuffix(".weight"), (number, self.num_experts)
+        return msgspec.structs.replace(weight, parts=parts, joined=joined, place=place)
 
     def _stacked(self, number: int, hidden: int) -> Iterator[Weight]:
         """Yield the tensors of an expert that lie in those of all experts."""
@@ -330,8 +348,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             for kind, ending, shape in (("weight", "", (columns, rows)), ("bias", "_bias", (rows,))):
                 yield Weight(
                     f"experts.local_experts.{number}.{name}.{kind}",
-                    {f"experts.{part}{ending}": (self.num_experts, *shape)},
+                    {f"experts.{part}{ending}": shape},
                     place=(number, self.num_experts),
+                    is_transposed=True,
                     is_alternating=name == "linear_fc1",
                 )
 
@@ -348,7 +367,7 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
 class Layer(msgspec.Struct, frozen=True):
     """A decoder layer: attention and an MLP or experts, with norms before, after, or on both sides of them."""
 
-    attention: Attention | Mla
+    attention: Attention | Mla | DeltaNet
     mlp: Mlp | Experts
     norms: Norms = Norms()
 
@@ -356,7 +375,7 @@ class Layer(msgspec.Struct, frozen=True):
         """Yield the tensors."""
         norms = self.norms
         yield from _norm_if(norms.before_attention, "input_layernorm", hidden)
-        yield from within(self.attention.weights(hidden), "self_attention", "self_attn")
+        yield from within(self.attention.weights(hidden), "self_attention", self.attention.of_files)
         yield from _norm_if(norms.after_attention, "self_attn_bda", hidden)
         yield from _norm_if(norms.before_mlp, "pre_mlp_layernorm", hidden)
         yield from within(self.mlp.weights(hidden), "mlp")
@@ -398,10 +417,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0  # factor of embedded tokens
     has_centred_norms: bool = False  # an RMSNorm multiplies by 1 plus its weight
     names: tuple[tuple[str, str], ...] = ()  # pieces of names that the files spell otherwise than the blocks
+    copied: tuple[str, ...] = ()  # modules of the files that are not built, and that exports have unchanged
 
     def spelled(self, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Give the tensors their names in the files."""
         return (weight.renamed(dict(self.names)) for weight in weights) if self.names else iter(weights)
+
+    def is_copied(self, name: str) -> bool:
+        """Whether a tensor of the files is of a module that is not built, and that exports have unchanged."""
+        return name.startswith(tuple(f"{module}." for module in self.copied))
 
     @property
     def num_layers(self) -> int:
@@ -410,8 +434,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> Attention | Mla:
-        """Attention of the first layer; sizes of heads are those of all layers."""
-        return self.layers[0].attention
+        """Attention of the first layer that is not linear; sizes of heads are those of all such layers."""
+        return next(layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -4,18 +4,20 @@ A key that changes the computation and is not supported is an error that names t
 the same model, which is the checkpoint's.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from runtime.models.blocks import Attention, Layer, ModelShape
+from runtime.models.blocks import Attention, DeltaNet, Experts, Layer, Mlp, ModelShape
 from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
-from runtime.models.family import Family, family_of
+from runtime.models.family import Composite, Family, family_of
 from runtime.models.problems import Content, Problems
-from runtime.models.safetensors import MAX_TENSORS
+from runtime.models.safetensors import MAX_TENSORS, tensor_names
 
 LARGEST: Final = {  # by key of config.json; a larger value is taken for a mistake, or for an attack on memory
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 2048),
@@ -28,8 +30,12 @@ LARGEST: Final = {  # by key of config.json; a larger value is taken for a mista
     "vocab_size": 1 << 24,
 }
 
+_NOTHING: Final[Content] = {}
+_ONE_EXPERT: Final = re.compile(r"\.experts\.\d+\.")  # in the names of files that have a tensor of each expert
 CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")  # the same model with a value head
 IGNORE: Final = "model.ignore_config_keys"  # the setting
+TEXT: Final = "text_config"  # key of a composite model: the keys of its text model
+OF_WHOLE: Final = ("architectures", "tie_word_embeddings")  # keys that a composite model has outside of it
 OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
 
 
@@ -88,8 +94,12 @@ def read_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescripti
         built = family.built_keys
         left_out = {key for key in ignored if key not in built}
         problems += [f"{IGNORE}: {key} cannot be ignored, as the model is built from it" for key in {*ignored} & built]
-        content = read_json(directory, CONFIG, dict[str, msgspec.Raw])
-        model = _read({key: content[key] for key in content if key not in left_out}, family, problems)
+        content: Content = read_json(directory, CONFIG, dict[str, msgspec.Raw])
+        composite = family.composite_of(kind.model_type)
+        if composite is not None:
+            found = problems.of(partial(_of_text, content, composite, directory))
+            content, composite = found or (_NOTHING, composite)
+        model = _read({key: content[key] for key in content if key not in left_out}, family, problems, composite)
     if model is None or problems:
         raise ModelError.of(directory / CONFIG, problems)
     return msgspec.structs.replace(
@@ -97,7 +107,27 @@ def read_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescripti
     )
 
 
-def _read(content: Content, family: Family, problems: Problems) -> ModelDescription | None:
+def _of_text(content: Content, composite: Composite, directory: Path) -> tuple[Content, Composite]:
+    """Return the keys of the text model in a composite model's config.json, with those of the whole that it lacks.
+
+    Also return how its files have experts: tools write a tensor of each where one of all was published.
+
+    Raises:
+        ValueError: there is no text model, a key differs from that of the whole, or the files are malformed.
+    """
+    if TEXT not in content:
+        raise ValueError(f"{TEXT} is missing, which model_type {composite.model_type!r} has")
+    text = decoded(content[TEXT], dict[str, msgspec.Raw])
+    whole = {key: value for key, value in content.items() if key not in (TEXT, *composite.without_effect)}
+    tied = "tie_word_embeddings"
+    if tied in text and tied in whole and decoded(text[tied], object) != decoded(whole[tied], object):
+        raise ValueError(f"{tied} and {TEXT}.{tied} differ: they must be equal")
+    if composite.has_stacked_experts and any(_ONE_EXPERT.search(name) for name in tensor_names(directory)):
+        composite = msgspec.structs.replace(composite, has_stacked_experts=False)
+    return whole | text | {key: whole[key] for key in OF_WHOLE if key in whole}, composite
+
+
+def _read(content: Content, family: Family, problems: Problems, composite: Composite | None) -> ModelDescription | None:
     """Read the keys of a family. Adds every problem; returns None if the model cannot be described."""
     values = {key: decoded(value, object) for key, value in content.items()}
     sorted_keys, large = sort_keys(values, family), [*_large(values)]
@@ -121,8 +151,11 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
         intermediate_size=of_mlps.intermediate_size,
         rms_norm_eps=keys.rms_norm_eps,
         tie_word_embeddings=keys.tie_word_embeddings,
-        layers=tuple(Layer(own, mlp, family.norms) for own, mlp in zip(attention, mlps, strict=True)),
-        names=tuple(family.names.items()),
+        layers=tuple(
+            Layer(own, _stored(mlp, composite), family.norms) for own, mlp in zip(attention, mlps, strict=True)
+        ),
+        names=(*family.names.items(), *(() if composite is None else composite.names.items())),
+        copied=(*family.copied, *(() if composite is None else composite.copied)),
         embedding_scale=keys.embedding_scale,
         has_centred_norms=keys.has_centred_norms,
     )
@@ -136,6 +169,13 @@ def _read(content: Content, family: Family, problems: Problems) -> ModelDescript
         num_mtp_layers=of_mlps.num_further_layers,
         unread_keys=sorted_keys.unread,
     )
+
+
+def _stored(mlp: Mlp | Experts, composite: Composite | None) -> Mlp | Experts:
+    """Return an MLP block as the files of a composite model have it."""
+    if isinstance(mlp, Mlp) or composite is None or not composite.has_stacked_experts:
+        return mlp
+    return msgspec.structs.replace(mlp, is_stacked=True)
 
 
 def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> ModelDescription:
@@ -156,6 +196,8 @@ def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> Mo
 def _not_in_tiny_engine(shape: ModelShape) -> Iterator[str]:
     if shape.mla is not None:
         yield "multi-latent attention"
+    if any(isinstance(layer.attention, DeltaNet) for layer in shape.layers):
+        yield "linear attention"
     if any(isinstance(layer.attention, Attention) and layer.attention.has_sinks for layer in shape.layers):
         yield "attention sinks"
     if shape.experts is not None and shape.experts.clamped is not None:

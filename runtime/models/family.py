@@ -18,6 +18,17 @@ from runtime.models.readers import AttentionKeys, DecoderKeys, MlpKeys
 _NONE: Mapping[str, str] = {}
 
 
+class Composite(msgspec.Struct, frozen=True, kw_only=True):
+    """How a text model is published inside of one with further parts, whose weights exports have unchanged."""
+
+    model_type: str  # of the whole
+    architecture: str  # class of the whole
+    names: Mapping[str, str]  # pieces of names that its files spell otherwise than those of the text model alone
+    copied: tuple[str, ...] = ()  # its other modules
+    without_effect: tuple[str, ...] = ()  # its keys beside those of the text model
+    has_stacked_experts: bool = False  # its files have a tensor of all experts in the place of one of each
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """A declaration of a family: its names, the readers of its keys, and what is known of engines that serve it.
 
@@ -38,12 +49,28 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     code: Mapping[str, str] = _NONE  # published code (auto_map) that computes what transformers' class does
     on_sglang: str = "not tested"  # whether SGLang 0.5.23 serves it on the CPU
     ignored_by_sglang: Mapping[str, Any] = {}  # keys that SGLang ignores, with the value that it assumes
+    copied: tuple[str, ...] = ()  # modules of the files that are not built, and that exports have unchanged
+    composite: Composite | None = None  # how it is published inside of a model with further parts
     predicts_sums: bool = False  # whether checksums of SGLang's tensors are predicted
 
     @property
     def readers(self) -> tuple[type[msgspec.Struct], ...]:
         """The structs that read config.json."""
         return self.decoder, self.attention, self.mlp
+
+    def composite_of(self, model_type: str | None) -> Composite | None:
+        """Return how a directory of a model type has the text model inside of one with further parts; None: alone."""
+        return self.composite if self.composite is not None and self.composite.model_type == model_type else None
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The model types of config.json that it has."""
+        return (self.model_type, *self.same, *(() if self.composite is None else (self.composite.model_type,)))
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The classes of transformers that it has."""
+        return (self.architecture, *(() if self.composite is None else (self.composite.architecture,)))
 
     @property
     def built_keys(self) -> frozenset[str]:
@@ -69,12 +96,12 @@ def family_of(kind: str | None, architecture: str | None) -> Family:
     Raises:
         ValueError: no family is declared for it, or both do not match.
     """
-    by_type = {name: family for family in families().values() for name in (family.model_type, *family.same)}
+    by_type = {name: family for family in families().values() for name in family.model_types}
     if architecture is None:
         if kind not in by_type:
             raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(by_type)}")
         return by_type[kind]
-    by_class = {family.architecture: family for family in families().values()}
+    by_class = {name: family for family in families().values() for name in family.architectures}
     if architecture not in by_class:
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(by_class))}")
     if kind and by_type.get(kind) is not by_class[architecture]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, cast
 
 import msgspec
 
-from runtime.models.blocks import Attention, Experts, Mla, Mlp
+from runtime.models.blocks import Attention, DeltaNet, Experts, Mla, Mlp
 from runtime.models.problems import Problems, Unsupported
 from runtime.models.rope import Rope, RopeKeys, read_rope
 
@@ -68,7 +68,7 @@ class AttentionKeys(RopeKeys, frozen=True, kw_only=True):
     head_dim: int | None = None
     layer_types: tuple[str, ...] | None = None
 
-    def layers(self) -> tuple[Attention | Mla, ...]:
+    def layers(self) -> tuple[Attention | Mla | DeltaNet, ...]:
         """Return the block of each layer, read as transformers does.
 
         Raises:
@@ -390,6 +390,17 @@ class SoftmaxExpertKeys(ExpertKeys, frozen=True, kw_only=True):
         yield from super().problems()
         if self.decoder_sparse_step < 1:
             yield f"decoder_sparse_step {self.decoder_sparse_step} is not positive"
+
+
+class SharedExpertKeys(SoftmaxExpertKeys, frozen=True, kw_only=True):
+    """Keys of experts whose router has a softmax, with a shared expert behind a gate."""
+
+    shared_expert_intermediate_size: int = 5632
+
+    def experts(self) -> Experts:
+        """Return the experts of a layer that has them."""
+        size = self.shared_expert_intermediate_size
+        return msgspec.structs.replace(super().experts(), shared_size=size, has_shared_gate=True)
 
 
 class SigmoidExpertKeys(ExpertKeys, frozen=True, kw_only=True):

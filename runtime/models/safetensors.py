@@ -1,6 +1,6 @@
 """Reads safetensors checkpoints: their files, headers and tensors. Tensors are memory-mapped one at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -83,6 +83,18 @@ def shards_by_tensor(directory: Path) -> dict[str, Path]:
             raise FileNotFoundError(f"{directory / name}: no such file, though {INDEX_FILE} names it")
         files[name] = found
     return {tensor: files[name] for tensor, name in weight_map.items()}
+
+
+def tensor_names(directory: Path) -> Collection[str]:
+    """The names of a checkpoint's tensors, from its index or its only file; none if the directory has no weights.
+
+    Raises:
+        ValueError: the index or the file is malformed.
+    """
+    if has_file(directory, INDEX_FILE):
+        return _weight_map(directory).keys()
+    single = file_of(directory, SINGLE_FILE)
+    return () if single is None else [tensor.name for tensor in read_file(single).tensors]
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -195,7 +195,7 @@ def _load_file(weights: Weights, file: Path, num_mtp_layers: int) -> None:
         for name in source.keys():  # safe_open has keys(), but is not a mapping
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that older tools wrote
-            if num_layers <= layer_of(name) < num_layers + num_mtp_layers:
+            if num_layers <= layer_of(name) < num_layers + num_mtp_layers or weights.config.is_copied(name):
                 continue
             if name not in weights.named:
                 raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} does not have")

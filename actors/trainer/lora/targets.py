@@ -7,13 +7,14 @@ from typing import Final
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
-from runtime.models.blocks import Shape
+from runtime.models.blocks import DeltaNet, Shape
 from runtime.settings.tables.trainer import LoraConfig
 
 ALL_LINEAR: Final = "all-linear"
 LORA_A: Final = "lora_A.weight"
 LORA_B: Final = "lora_B.weight"
 _MLP: Final = ".mlp."
+_LINEAR: Final = f".{DeltaNet.of_files}."
 _ROUTER: Final = "gate"
 _OUTSIDE: Final = ("lm_head", "embed_tokens")
 
@@ -26,12 +27,16 @@ class NoTarget(ValueError):
 def linear_layers(model: HfConfig) -> Mapping[str, Shape]:
     """Map each linear layer that can have an adapter to its shape [out, in], in layer order.
 
-    In a model with experts those of attention alone: by the names of the others, peft 0.21 means stacked experts.
+    Projections of linear attention have none yet. In a model with experts those of attention alone: by the names of
+    the others, peft 0.21 means stacked experts.
     """
     return {
         name.removesuffix(".weight"): shape
         for name, shape in hf_shapes(model).items()
-        if name.startswith("model.layers.") and len(shape) == 2 and (model.experts is None or _MLP not in name)
+        if name.startswith("model.layers.")
+        and _LINEAR not in name
+        and len(shape) == 2
+        and (model.experts is None or _MLP not in name)
     }
 
 

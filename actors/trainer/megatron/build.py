@@ -22,12 +22,13 @@ from actors.trainer.megatron.imports import (
     parallel_state,
 )
 from actors.trainer.megatron.layers.attention import CoreAttention, HeadAttention, JointNorm, MlaAttention, Rotary
+from actors.trainer.megatron.layers.delta_net import GatedAttention, GatedDeltaNet
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Attention, Norms
+from runtime.models.blocks import Attention, DeltaNet, Norms
 from runtime.models.rope import Rope
 from runtime.settings.tables.trainer import TrainerConfig
 
@@ -140,6 +141,10 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         layer = spec.submodules
         attention = layer.self_attention.submodules
         _set_norms(layer, of_model.norms, config)
+        if isinstance(of_model.attention, DeltaNet):
+            layer.self_attention = ModuleSpec(GatedDeltaNet, params={"block": of_model.attention})
+        elif isinstance(of_model.attention, Attention) and of_model.attention.has_gate:
+            layer.self_attention.module = GatedAttention
         values = _core_values(of_model.attention) if isinstance(of_model.attention, Attention) else {}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
         if isinstance(of_model.attention, Attention) and (of_model.attention.rope,) != model.ropes:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from actors.trainer.megatron.imports import MLATransformerConfig, OptimizerConfig, TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
-from runtime.models.blocks import Attention, Experts, Mla
+from runtime.models.blocks import Attention, DeltaNet, Experts, Mla
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.settings.topology import Topology
 
@@ -45,6 +45,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **_named(layout),
+        **_linear(model),
         **_experts(model),
         **_activation(model),
         **(_mla(attention) if isinstance(attention, Mla) else _heads(attention)),
@@ -61,10 +62,17 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     )
 
 
+def _linear(model: HfConfig) -> dict[str, Any]:
+    """Say which layers are linear, so that a checkpoint has the tensors of each layer by themselves."""
+    kinds = [int(isinstance(layer.attention, DeltaNet)) for layer in model.layers]
+    return {"linear_attention_freq": kinds} if any(kinds) else {}
+
+
 def _heads(attention: Attention) -> dict[str, Any]:
     return {
         "add_qkv_bias": attention.qkv_bias,
         "qk_layernorm": attention.head_norms,
+        "attention_output_gate": attention.has_gate,
         "rotary_interleaved": attention.rope is not None and attention.rope.is_interleaved,
     }
 

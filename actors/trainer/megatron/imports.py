@@ -23,6 +23,7 @@ def quiet() -> Generator[None]:
 _NAMES: Final = {
     "GPTModel": "models.gpt",
     "RotaryEmbedding": "models.common.embeddings.rotary_pos_embedding",
+    "SelfAttention": "transformer.attention",
     "TransformerConfig": "transformer.transformer_config",
     "MLATransformerConfig": "transformer.transformer_config",
     "MLASelfAttention": "transformer.multi_latent_attention",
@@ -68,7 +69,6 @@ _NAMES: Final = {
     "IdentityOp": "transformer.identity_op",
     "set_tensor_model_parallel_attributes": "tensor_parallel.layers",
     "MegatronModule": "transformer.module",
-    "SelfAttention": "transformer.attention",
     "sharded_state_dict_default": "transformer.utils",
 }
 

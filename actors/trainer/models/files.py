@@ -5,9 +5,9 @@ A `WeightSource` returns full tensors, or one rank's shard of them.
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
-from actors.trainer.models.shards import write_weights
+from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes, weights_of
+from actors.trainer.models.shards import add_tensors, write_weights
+from runtime.models.config import TEXT
 from runtime.models.config_keys import IGNORED
 from runtime.models.directory import (
     CONFIG,
@@ -28,22 +29,26 @@ from runtime.models.directory import (
     read_json,
 )
 from runtime.models.fp8 import quantization_config
-from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors, safetensors_files, shards_by_tensor
 from runtime.settings.tables.engines import WeightFormat
 from runtime.settings.topology import Topology
+
+DECAYS: Final = (0.01, 16.0)  # bounds of the decay of new linear layers, as in transformers
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """One of the equal shards of a tensor, or of some rows of it."""
+    """One of the equal shards of a tensor, or of some rows of it, or of one tensor of a stack."""
 
     dim: int
     index: int
     count: int
     rows: tuple[int, int] | None = None  # the first row, and how many; None: all
+    number: int | None = None  # of the tensor in its stack; None: there is no stack
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this shard of a full tensor."""
+        whole = whole if self.number is None else whole[self.number]
         own = whole if self.rows is None else whole.narrow(0, *self.rows)
         return own.chunk(self.count, dim=self.dim)[self.index]
 
@@ -74,6 +79,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
     calls.
     """
     shapes = hf_shapes(model)
+    starts = {name: weight.start for weight in weights_of(model).values() for name in weight.in_files}
     copied = {copy: name for name in shapes for copy in copies_of(name, model)}
 
     def draw(name: str, cut: TensorShard | None = None) -> Tensor:
@@ -81,7 +87,11 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
         return whole if cut is None else cut.of(whole)
 
     def draw_whole(name: str) -> Tensor:
-        shape = shapes[name]
+        shape, start = shapes[name], starts.get(name, "")
+        if start == "one":
+            return torch.ones(shape)
+        if start == "decay":
+            return _uniform(shape, seed, name).mul_(DECAYS[1] - DECAYS[0]).add_(DECAYS[0]).log_()
         if name.endswith("bias"):
             return torch.zeros(shape)
         if name.endswith("norm.weight"):
@@ -92,9 +102,16 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
 
 
 def _normal(shape: Sequence[int], seed: int, name: str) -> Tensor:
+    return torch.randn(*shape, generator=_generator(seed, name))
+
+
+def _uniform(shape: Sequence[int], seed: int, name: str) -> Tensor:
+    return torch.rand(*shape, generator=_generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(*shape, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def value_head_source(
@@ -146,6 +163,8 @@ def file_source(directory: Path) -> WeightSource:
 def _part(whole: Any, cut: TensorShard) -> Tensor:
     """Read a shard. The rest of the tensor stays on disk."""
     sizes = whole.get_shape()
+    if cut.number is not None:  # of a stack the whole tensor is read: one expert
+        return replace(cut, number=None).of(whole[cut.number : cut.number + 1][0])
     first, rows = cut.rows or (0, sizes[0])
     size = -(-(sizes[1] if cut.dim else rows) // cut.count)
     begin, end = cut.index * size, (cut.index + 1) * size
@@ -177,15 +196,31 @@ def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool,
     names = (*COPIED_FILES, *code_files(model_directory)) if tokenizer else (CONFIG, GENERATION_CONFIG)
     copy_files(model_directory, directory, names)
     values: dict[str, Any] = read_json(directory, CONFIG, dict[str, Any])
-    if taken := {key: values.pop(key) for key in ignored if key in values}:
+    text: dict[str, Any] = values[TEXT] if isinstance(values.get(TEXT), dict) else {}
+    if taken := {key: of.pop(key) for of in (values, text) for key in ignored if key in of}:
         before = values.get(IGNORED)  # of a model that another run exported
         _write_config(directory / CONFIG, values | {IGNORED: (before if isinstance(before, dict) else {}) | taken})
 
 
+def add_copied(model_directory: Path, directory: Path, model: HfConfig) -> None:
+    """Add to an exported directory the tensors of the base model's files that are not built, with their bytes.
+
+    A model with a value head is a classifier, which has none of them.
+    """
+    tensors = [] if model.has_value_head else read_tensors(model_directory).values() if model.copied else []
+    if copied := [tensor for tensor in tensors if model.is_copied(tensor.name)]:
+        add_tensors(directory, copied)
+
+
 def set_dtype(config: Path, dtype: str) -> None:
-    """Set the dtype in config.json. A loader rounds the weights to this dtype."""
+    """Set the dtype in config.json, and in that of a text model inside. A loader rounds the weights to this dtype."""
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
-    keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]  # the newer and the older name
+    names = ("dtype", "torch_dtype")  # the newer and the older one
+    text = values.get(TEXT)
+    inside = [key for key in names if key in text] if isinstance(text, dict) else []
+    if inside:
+        values[TEXT] = values[TEXT] | dict.fromkeys(inside, dtype)
+    keys = [key for key in names if key in values] or ([] if inside else ["torch_dtype"])
     _write_config(config, values | dict.fromkeys(keys, dtype))
 
 

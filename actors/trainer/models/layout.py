@@ -1,7 +1,7 @@
 """Checks that a parallel layout can hold a model, before a start."""
 
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Experts
+from runtime.models.blocks import DeltaNet, Experts
 from runtime.settings.tables.trainer import MegatronConfig
 from runtime.util.formatting import count_of
 
@@ -20,6 +20,11 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
         sizes["hidden_size"] = model.hidden_size  # output of the MTP layer's projection
     for name, size in sizes.items():
         _check_divides(name, size, tensor)
+    if layout.context_parallel_size > 1 and any(isinstance(layer.attention, DeltaNet) for layer in model.layers):
+        raise ValueError(
+            f"context_parallel_size = {layout.context_parallel_size}: not supported for linear attention, whose state "
+            f"passes from position to position"
+        )
     if model.num_mtp_layers and model.tie_word_embeddings and layout.pipeline_model_parallel_size > 1:
         raise ValueError(
             "mtp_num_layers = 1: with pipeline stages the model's output weight must not be its embedding "

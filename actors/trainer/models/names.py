@@ -25,7 +25,7 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     """
     weight = weights_of(model)[name]
     projections = [source(part) for part in weight.parts]
-    if weight.place is not None:
+    if weight.is_transposed and weight.place is not None:
         return _of_stack(projections[0], *weight.place, is_alternating=weight.is_alternating)
     if len(projections) == 1:
         return projections[0]
@@ -45,17 +45,18 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
         parts: number of shards of the rows.
     """
     weight = weights_of(model)[name]
-    if weight.place is not None:
+    ending = "" if weight.place is None else f"[{weight.place[0]}]"
+    if weight.is_transposed:
         (only,) = weight.parts
-        return [(f"{only}[{weight.place[0]}]", _for_stack(whole, is_alternating=weight.is_alternating))]
+        return [(f"{only}{ending}", _for_stack(whole, is_alternating=weight.is_alternating))]
     if len(weight.parts) == 1:
         (only,) = weight.parts
-        return [(hf_name, whole) for hf_name in (only, *copies_of(only, model))]
+        return [(f"{hf_name}{ending}", whole) for hf_name in (only, *copies_of(only, model))]
     groups = max(weight.groups // parts, 1)
     rows = [shape[0] // parts // groups for shape in weight.parts.values()]
     split = [own.flatten(0, 1) for own in whole.unflatten(0, (groups, sum(rows))).split(rows, dim=1)]
     if weight.is_stored_joined and parts == 1:
-        return [(weight.joined, torch.cat(split))]
+        return [(f"{weight.joined}{ending}", torch.cat(split))]
     return [*zip(weight.parts, split, strict=True)]
 
 

@@ -87,12 +87,13 @@ def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard
     weight, parts = weights_of(model)[name], 1 if cut is None else cut.count
 
     def read(part: str) -> Tensor:
-        if weight.place is not None:  # Megatron-core does not share out such an expert
+        if weight.is_transposed and weight.place is not None:  # Megatron-core does not share out such an expert
             return source(part, TensorShard(0, *weight.place))
-        if not weight.is_stored_joined:
+        if not weight.is_stored_joined and weight.place is None:
             return source(part, cut)
-        rows = weight.rows_of(part)
-        return source(weight.joined, TensorShard(0, 0, 1, rows) if cut is None else replace(cut, rows=rows))
+        rows, stored = (weight.rows_of(part), weight.joined) if weight.is_stored_joined else (None, part)
+        number = None if weight.place is None else weight.place[0]
+        return source(stored, replace(cut or TensorShard(0, 0, 1), rows=rows, number=number))
 
     return joined_for_megatron(name, model, read, parts=parts)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from messages import FileSum
 from runtime.models.checksums import tensor_checksum
 from runtime.models.file_sums import RunningSum
-from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_files, safetensors_files
 
 SHARD_BYTES: Final = 5_000_000_000  # maximum bytes of tensors in a file
 _DTYPES: Final = {
@@ -155,6 +155,19 @@ def _header(entries: Sequence[Entry]) -> bytes:
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
     return len(encoded).to_bytes(8, "little") + encoded
+
+
+def add_tensors(directory: Path, tensors: Sequence[StoredTensor]) -> None:
+    """Add tensors of other files to a model directory, with their bytes: in files of their own, named in the index."""
+    present = [[Entry(*tensor[:3], tensor.size_bytes) for tensor in file.tensors] for file in read_files(directory)]
+    added = cut_into_shards(Entry(*tensor[:3], tensor.size_bytes) for tensor in tensors)
+    shards = named([*present, *added])
+    for path, shard in zip(safetensors_files(directory), shards[: len(present)], strict=True):
+        path.rename(directory / shard.file)
+    writer = ShardWriter(directory, shards[len(present) :])
+    for tensor in tensors:
+        writer.write(tensor.name, tensor.data())
+    write_index(directory, shards)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

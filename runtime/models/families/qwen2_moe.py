@@ -4,9 +4,9 @@ from typing import ClassVar
 
 import msgspec
 
-from runtime.models.blocks import Attention, Experts
+from runtime.models.blocks import Attention
 from runtime.models.family import Family
-from runtime.models.readers import LateWindowKeys, SoftmaxExpertKeys
+from runtime.models.readers import LateWindowKeys, SharedExpertKeys
 from runtime.models.rope import Rope
 
 
@@ -27,22 +27,11 @@ class AttentionKeys(LateWindowKeys, frozen=True, kw_only=True):
         return super().is_windowed(index)
 
 
-class MlpKeys(SoftmaxExpertKeys, frozen=True, kw_only=True):
-    """Keys of the experts and the dense layers."""
-
-    shared_expert_intermediate_size: int = 5632
-
-    def experts(self) -> Experts:
-        """Return the experts of a layer that has them."""
-        size = self.shared_expert_intermediate_size
-        return msgspec.structs.replace(super().experts(), shared_size=size, has_shared_gate=True)
-
-
 FAMILY = Family(
     model_type="qwen2_moe",
     title="Qwen1.5-MoE, Qwen2-MoE",
     architecture="Qwen2MoeForCausalLM",
     attention=AttentionKeys,
-    mlp=MlpKeys,
+    mlp=SharedExpertKeys,
     names={"mlp.shared_experts": "mlp.shared_expert"},
 )

@@ -57,6 +57,9 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter) * noise)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".A_log"):  # faster decays have large sums, which transformers rounds to float32
+                parameter.uniform_(-2.0, 0.0)
     model.save_pretrained(directory)
     return model
 

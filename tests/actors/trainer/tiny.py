@@ -122,6 +122,21 @@ OF_KIND["gpt_oss"] = {
         **{"beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
     },
 }
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 12}
+OF_KIND["qwen3_next"] = {**HYBRID, **SHARED, "norm_topk_prob": False, "mlp_only_layers": [0]}
+OF_KIND["qwen3_5_text"] = {**HYBRID, "tie_word_embeddings": True}
+OF_KIND["qwen3_5_moe_text"] = {**HYBRID, **SHARED}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

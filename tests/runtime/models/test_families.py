@@ -24,7 +24,7 @@ TENSORS = ("torch", "numpy")
 
 def names_of(family: Family) -> Iterator[str]:
     """Its model types, class and configuration, and the first model of it."""
-    yield from (family.model_type, *family.same, family.architecture, family.architecture.removesuffix("ForCausalLM"))
+    yield from (*family.model_types, *family.architectures, family.architecture.removesuffix("ForCausalLM"))
     yield family.title.partition(", ")[0]
 
 

@@ -1,0 +1,137 @@
+"""A text model published inside of one with an image tower trains, and its export has all that the directory had."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actors.trainer.megatron.imports import quiet
+from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.files import add_copied, copy_small_files, set_dtype, write_model
+from actors.trainer.models.shapes import check_weights, hf_shapes
+from runtime.models.config import ModelError, read_model, read_tiny_engine_model
+from runtime.models.safetensors import SINGLE_FILE, read_tensors
+from tests.actors.trainer.hf import whole_weights
+from tests.actors.trainer.models.test_model_parity import load
+from tests.actors.trainer.tiny import TINY, VOCAB, config_of
+
+VISION = {
+    **{"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16, "patch_size": 2},
+    **{"spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 4},
+}
+OF_TEXT = {  # keys of published files that the class does not read
+    **{"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+    **{"mtp_use_dedicated_embeddings": False, "full_attention_interval": 2, "dtype": "float32"},
+}
+PARTS = ("gate", "up", "down")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe, expert by expert")
+
+
+def written(directory: Path, kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """Write a directory as published; also return transformers' model, and the tensors that no text model has."""
+    kind, _, single = kind.partition(", ")
+    text = {key: value for key, value in config_of(f"{kind}_text").items() if key != "tie_word_embeddings"}
+    text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    named = {"model_type": kind, "tie_word_embeddings": False, "image_token_id": 30, "video_token_id": 29}
+    config: Any = transformers.AutoConfig.for_model(**named, text_config=text, vision_config=VISION)
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / SINGLE_FILE)
+    tensors = tensors if single else stacked(tensors)
+    further = {"mtp.fc.weight": torch.randn(16, 32), "mtp.norm.weight": torch.randn(16).bfloat16()}
+    save_file(tensors | further, directory / SINGLE_FILE, metadata={"format": "pt"})
+    by_hand = named | {"architectures": [type(model).__name__], "vision_start_token_id": 28, "vision_end_token_id": 27}
+    by_hand |= {"text_config": text | OF_TEXT, "vision_config": VISION | {"model_type": kind}}
+    (directory / "config.json").write_text(json.dumps(by_hand))
+    return model, further | {name: each for name, each in tensors.items() if name.startswith("model.visual.")}
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of all experts as one, as published; transformers writes one of each expert."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        own = [[tensors[f"{layer}.experts.{number}.{part}_proj.weight"] for number in range(4)] for part in PARTS]
+        gate, up, down = (torch.stack(part) for part in own)
+        found |= {f"{layer}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.experts.down_proj": down}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_text_is_computed_and_all_its_tensors_are_exported(kind: str, tmp_path: Path) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    directory.mkdir()
+    out.mkdir()
+    reference, copied = written(directory, kind)
+    read = read_hf_config(directory)
+    check_weights(directory, read)
+    built, hf = load(directory)
+    tokens = torch.randint(0, VOCAB - 6, (2, 17), generator=torch.Generator().manual_seed(0))
+    with quiet(), torch.no_grad():
+        found, expected = built(tokens, None, None), reference(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+    exported = whole_weights([built], hf)
+    assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(hf)
+    write_model(exported, out, model_directory=directory)
+    add_copied(directory, out, hf)
+    before, after = read_tensors(directory), read_tensors(out)
+    assert before.keys() == after.keys() == exported.keys() | copied.keys()
+    assert all(bytes(after[name].data()) == bytes(tensor.data()) for name, tensor in before.items())
+    assert all(after[name].dtype == tensor.dtype for name, tensor in before.items())
+    again = transformers.AutoModelForImageTextToText.from_pretrained(out)
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=tokens).logits, expected)
+
+
+def test_a_dtype_is_set_and_a_key_taken_out_in_the_text_model_too(tmp_path: Path) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    directory.mkdir()
+    out.mkdir()
+    written(directory, "qwen3_5")
+    copy_small_files(directory, out, tokenizer=False, ignored=["mamba_ssm_dtype"])
+    set_dtype(out / "config.json", "bfloat16")
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_config"]["dtype"] == "bfloat16"
+    assert "mamba_ssm_dtype" not in config["text_config"]
+    assert "torch_dtype" not in config
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no text": ({"text_config": None}, {}, "text_config is missing, which model_type 'qwen3_5' has"),
+    "tied elsewhere": ({}, {"tie_word_embeddings": True}, r"tie_word_embeddings and text_config\..* differ"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config with quant_method"),
+    "without a gate": ({}, {"attn_output_gate": False}, "attn_output_gate false is not supported"),
+    "heads": ({}, {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not divisible by linear_num_key_heads 2"),
+    "linear alone": ({}, {"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
+    "interval": ({}, {"full_attention_interval": 0}, "full_attention_interval 0 is not positive"),
+    "its own code": ({"auto_map": {"AutoModel": "modeling.X"}}, {}, "auto_map .* is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
+    of_whole, of_text, message = REFUSED[name]
+    text = config_of("qwen3_5_text") | {"tie_word_embeddings": False} | of_text
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    config |= {"tie_word_embeddings": False} | of_whole
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    with pytest.raises(ModelError, match=message):
+        read_model(tmp_path)
+
+
+def test_the_tiny_engine_refuses_linear_attention_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3_next")))
+    with pytest.raises(ModelError, match="the tiny engine does not support linear attention"):
+        read_tiny_engine_model(tmp_path)
+    assert TINY["hidden_size"] == read_model(tmp_path).shape.hidden_size
