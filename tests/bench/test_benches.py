@@ -30,6 +30,7 @@ TINY = {
     "weight_export": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "long_tail": f"--mode partial {SMALL_TAIL}",
+    "lora": "--small --rounds 1 --requests 2 --tokens 8",
     "memory": "--small --case DP2+DO",
     "nodes": "--pairs 1 --steps 4 --delay-ms 5",
     "observed": "--pairs 1 --steps 3",
@@ -52,9 +53,9 @@ TINY = {
     "weights": "--small --runs 1",
 }
 NIGHTLY = """
-    ahead attention batches delta demo dispatch durability engine judged ledger listener long_tail memory nodes
-    observed observer pipeline ray reward save sessions sglang source step trainer transformers transports trl
-    weight_export weights
+    ahead attention batches delta demo dispatch durability engine judged ledger listener long_tail lora memory
+    nodes observed observer pipeline ray reward save sessions sglang source step trainer transformers transports
+    trl weight_export weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
