@@ -267,8 +267,8 @@ FAMILIES = (
     Row("PP2", recompute=True, kind="gpt_oss", replay=True, prompts=True),
     Row("EP2xCP2", packed=True, kind="gpt_oss", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="gpt_oss", replay=True),
-    Row("TP2+SP", packed=True, recompute=True, kind="gemma3_text"),
-    Row("PP2", tied=True, kind="gemma3_text"),
+    Row("TP2+SP", packed=True, recompute=True, tied=True, kind="gemma3_text"),
+    Row("PP2", packed=True, kind="gemma3_text"),
     Row("CP2", packed=True, kind="gemma3_text"),
     Row("TP2+SP", packed=True, kind="olmo2"),
     Row("TP2", tied=True, kind="olmo3"),
@@ -420,7 +420,7 @@ FEW = (
     Row("EP2xCP2", kind="qwen3_moe", replay=True),
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
-    *(FAMILIES[row] for row in (0, 4, 7, 9)),
+    *(FAMILIES[row] for row in (0, 4, 7, 9, 13, 16)),
 )
 ALL = (
     *EXPERTS,
