@@ -74,6 +74,8 @@ class CommandAgent:
                 row = Path(parent, "row.json")
                 _write_private(row, _row_of(conversation))
                 problem = await self._attempt(opened, name, place, row)
+            if problem or opened.failure:
+                opened.session.cancel_turns()  # nothing of this attempt trains
         self._end(conversation, opened, problem)
         own_s, waited_s = conversation.times_s
         conversation.sample_metadata["agent_s"] = round(own_s, 3)

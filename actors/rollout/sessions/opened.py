@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
-import anyio.to_thread
 
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.sessions.rendering import Rendering
@@ -97,21 +96,13 @@ class OpenSessions:
     async def turn(self, session: str, request: TurnRequest, accepted: Callable[[], None]) -> TurnAnswer:
         """Sample a turn. Raises TurnRefused: it is not served."""
         opened = self._found(session)
-        answer = await opened.session.turn(request)
-        accepted()
+        answer = await opened.session.turn(request, accepted)
         opened.last, opened.num_turns = answer.message, opened.num_turns + 1
         return answer
 
     async def count(self, session: str, request: TurnRequest) -> int:
         """Return the number of tokens of a prompt. Raises TurnRefused: it cannot be rendered."""
-        self._found(session)
-        if request.prompt_ids is not None:
-            return len(request.prompt_ids)
-        try:
-            prompt = await anyio.to_thread.run_sync(self._rendering.whole, request.messages, request.tools)
-        except ValueError as error:
-            raise TurnRefused("parameter", str(error)) from None
-        return len(prompt.ids)
+        return await self._found(session).session.count(request)
 
     async def control(self, session: str, call: ControlCall, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answer a holder of the control key. Raises TurnRefused: it is not allowed."""
