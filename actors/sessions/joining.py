@@ -16,7 +16,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from actors.sessions.dialects.reading import Asked, Problem, Turn
+from actors.sessions.dialects.reading import Asked, ParameterRefused, Problem, Turn
 from runtime.sessions.link import Unavailable
 from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
 
@@ -54,13 +54,20 @@ class Prepared:
 
     Args:
         asked: the request.
+
+    Raises:
+        ParameterRefused: a schema of a tool has a number of more than 64 bits.
     """
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.prefixes = asked, Prefixes(asked.request)
         self.begin = self.prefixes.after(self.prefixes.num_messages, self.prefixes.num_ids)
         rest = (asked.request.tools, asked.request.sampling, asked.request.model, asked.num_samples)
-        self.digest = hashlib.sha256(self.begin + _ENCODER.encode(rest)).digest()[:DIGEST_BYTES]
+        try:
+            encoded = _ENCODER.encode(rest)
+        except (OverflowError, RecursionError) as error:  # of a schema, which is any JSON
+            raise ParameterRefused("tools", f"a schema cannot be sent on: {error}") from None
+        self.digest = hashlib.sha256(self.begin + encoded).digest()[:DIGEST_BYTES]
 
 
 class Running:

@@ -275,11 +275,13 @@ class Listener:
             raise ParameterRefused("Content-Encoding", "a body is sent as it is")
         if (request.content_length or 0) > most:
             raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
+        body = bytearray()
         with anyio.fail_after(self._settings.body_s):
-            body = await request.read()
-        if len(body) > most:
-            raise web.HTTPRequestEntityTooLarge(most, len(body))
-        return body
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > most:
+                    raise web.HTTPRequestEntityTooLarge(most, len(body))
+        return bytes(body)
 
     def _max_body(self) -> int:
         return min(MAX_BODY_BYTES, LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * self._end.max_tokens)

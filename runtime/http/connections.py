@@ -139,12 +139,16 @@ class Places:
     def add(self, connection: Connection) -> None:
         """Add a connection; close the oldest ones if there is no place for it."""
         if len(self._known) >= self.bound:
-            self._known = {number: one for number, one in self._known.items() if one.is_open}
+            self.drop_closed()
         while len(self._known) >= self.bound:
             self.close_oldest()
         number = connection.socket.fileno()
         self._known.pop(number, None)  # a closed one had this descriptor
         self._known[number] = connection
+
+    def drop_closed(self) -> None:
+        """Keep open connections alone: a closed one has the buffers of its transport."""
+        self._known = {number: one for number, one in self._known.items() if one.is_open}
 
     def pop(self, number: int) -> Connection | None:
         """Take out the connection with a descriptor; None: it is not among these."""
@@ -224,6 +228,8 @@ class Connections:
             await anyio.sleep(LOOK_EVERY_S)
             for places in (self._waiting, self._asking):
                 places.close_late(self._loop.time())
+            for places in (self._trusted, *self._by_holder.values()):
+                places.drop_closed()
 
     async def _accept(self, listener: socket.socket, begin: Callable[[Connection], None]) -> None:
         while True:

@@ -209,7 +209,10 @@ def refuse_others(body: Struct, neutral: Neutral) -> None:
 
 def shown(value: object) -> str:
     """Return how an error names a value."""
-    text = msgspec.json.encode(value).decode()
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:
+        text = "a value that is nested too deep"
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
 
 

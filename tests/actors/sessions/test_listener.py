@@ -162,8 +162,12 @@ def test_unknown_keys_and_paths_have_the_errors_of_the_dialect(tmp_path: Path) -
         assert status == 404
         assert door.key() not in body.decode()
         assert (await door.send("GET", CHAT))[0] == 405
-        status, body = await door.post(CHAT, chat(logit_bias={"1": 1}))
-        assert (status, json.loads(body)["error"]["param"]) == (400, "logit_bias")
+        for value in (1, 2**80):
+            status, body = await door.post(CHAT, chat(logit_bias={"1": value}))
+            assert (status, json.loads(body)["error"]["param"]) == (400, "logit_bias")
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**80}}}
+        status, body = await door.post(CHAT, chat(tools=[tool]))
+        assert (status, json.loads(body)["error"]["param"]) == (400, "tools")
 
     with_door(tmp_path, test)
 

@@ -173,7 +173,7 @@ def test_the_process_bears_strangers(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_process_bears_many_strangers(tmp_path: Path) -> None:
     async def test(url: str, key: str, process: psutil.Process) -> None:
-        await bear_strangers(url, key, process, num_bodies=10_000, num_large=64)
+        await bear_strangers(url, key, process, num_bodies=10_000, num_large=8)
 
     run_with_process(tmp_path, test)
 
