@@ -65,6 +65,7 @@ def main() -> None:
     sys.excepthook = _excepthook
     refuse_shadows()
     from bin.entry import run  # after the check, since it imports modules that may be shadowed
+    from runtime.util.imports import collecting_nothing
 
     program, *words = sys.argv[1:] if os.path.basename(sys.argv[0]) == f"{COMMAND}.py" else sys.argv
     script = os.path.basename(program)
@@ -82,7 +83,8 @@ def main() -> None:
     if missing:
         sys.stderr.write(f'needs {", ".join(missing)}, not installed here: pip install "physarum[run]"\n')
         sys.exit(INPUT_ERROR)
-    work = getattr(import_module(f"bin.{does.module}"), does.function)
+    with collecting_nothing():
+        work = getattr(import_module(f"bin.{does.module}"), does.function)
     run(lambda: work(arguments), calls_users=does.calls_users)
 
 

@@ -213,7 +213,8 @@ def _checked(
     from runtime.node.checks.context import CheckContext, Checked
 
     def work(doing: Doing) -> Checked:
-        from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
+        with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal
+            from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
 
         return preflight(CheckContext(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing))
 
