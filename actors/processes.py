@@ -117,7 +117,7 @@ def _spans(topology: Topology) -> list[ProcessSpec]:
 def _sessions(topology: Topology, node: str) -> list[ProcessSpec]:
     """Spec of the listener for agents, on each node with a rollout actor."""
     num_actors = sum(place.node == node for place in rollout_places(topology))
-    if topology.rollout.agent is None or not num_actors:
+    if not topology.rollout.agent.command or not num_actors:
         return []
     settings = json.dumps({"num_actors": num_actors, "turn_s": topology.rollout.generate_timeout_s})
     return [

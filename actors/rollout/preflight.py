@@ -236,7 +236,7 @@ def check_agent(context: CheckContext) -> Iterator[Problem]:
     """Check that the program of `rollout.agent` is on this node, if it has a rollout actor."""
     agent, topology = context.topology.rollout.agent, context.topology
     here = {place.node for place in rollout_places(topology)}
-    if agent is None or context.node not in here:
+    if not agent.command or context.node not in here:
         return
     key = "rollout.agent.command"
     if shutil.which(agent.command[0]) is None:

@@ -122,7 +122,7 @@ class CommandAgent:
         settings = {
             "program": self._config.command,
             "prefix": "physarum-agent-",
-            "sandbox": self._config.sandbox,
+            "sandbox": self._config.sandbox or "process",
             "memory_bytes": self._limits.memory_bytes,
             "max_files": self._limits.max_files,
             "max_processes": self._max_processes if self._config.sandbox == "process" else None,
@@ -197,7 +197,7 @@ class AgentPrograms:
     def of(cls, topology: Topology, actor: str, model: ServedModel) -> "AgentPrograms | None":
         """Return what the topology asks for; None: no program generates samples."""
         config = topology.rollout.agent
-        return None if config is None else cls(config, topology, actor, model)
+        return cls(config, topology, actor, model) if config.command else None
 
 
 def run_dir_of(topology: Topology) -> Path:

@@ -92,8 +92,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that generates a sample in several turns: "module:function" or "path/file.py:function". By default
     # a sample is one request.
     custom_generate: Annotated[Text | None, GENERATE] = None
-    # A program that generates a sample by requests over HTTP. By default there is none.
-    agent: AgentConfig | None = None
+    agent: AgentConfig = AgentConfig()
     # What a training sample does whose generate function raises, takes too long or generates nothing: end alone
     # ("drop_sample"), with its whole prompt group ("drop"), or train its tokens with reward 0 ("zero"). A group with
     # fewer than 2 samples left fails. If the first calls all fail, at least 8 in at least 4 groups, the run ends.
