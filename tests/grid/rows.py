@@ -277,6 +277,8 @@ FAMILIES = (
     Row("CP2", packed=True, kind="exaone4"),
     Row("CP2", kind="ministral3"),
     Row("EP2xTP2+SP", packed=True, kind="dots1", replay=True),
+    Row("PP2", recompute=True, kind="qwen3_5_text", prompts=True),
+    Row("EP2xTP2+SP", packed=True, kind="qwen3_next", replay=True),
 )
 # log-probs of groups before their batch
 AHEAD = (
@@ -421,6 +423,8 @@ FEW = (
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
     *(FAMILIES[row] for row in (0, 4, 7, 9, 13, 16)),
+    Row("PP2", recompute=True, kind="qwen3_5_text", prompts=True),
+    Row("EP2xTP2+SP", packed=True, kind="qwen3_next", replay=True),
 )
 ALL = (
     *EXPERTS,
