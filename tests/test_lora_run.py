@@ -29,7 +29,7 @@ def test_adapters_of_rank_4_learn_the_demo_without_a_pause(tmp_path: Path) -> No
     )
     finished = run_topology(_made(tmp_path / "lora"), "topologies/laptop.toml", *settings, limit_s=LIMIT_S)
     begin = sum(row["rollout/raw_reward"] for row in finished.steps[:3]) / 3
-    assert best_reward(finished.steps) >= max(0.68, begin + 0.1), begin  # tried: 0.73, from 0.53
+    assert best_reward(finished.steps) >= max(0.68, begin + 0.1), begin
     groups = finished.result["groups"]
     assert groups["issued"] == groups["trained"] == NUM_STEPS * 64
     assert all(row["perf/update_weights_pause_time"] == 0.0 for row in finished.steps[1:])
