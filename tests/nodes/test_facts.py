@@ -52,7 +52,7 @@ def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: st
         own = there / "logs" / "n1" / "rollout.1.jsonl"
         verified = own.read_text().count("weights_verified") if more else 0
     assert "engine.policy.0" in log
-    assert not more or verified >= 5  # by the rollout actor of that node
+    assert not more or verified >= 2  # the first and a later one, by the rollout actor of that node
 
 
 @pytest.mark.parametrize(

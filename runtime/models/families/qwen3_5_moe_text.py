@@ -41,7 +41,6 @@ FAMILY = Family(
     attention=AttentionKeys,
     mlp=MlpKeys,
     names={"mlp.shared_experts": "mlp.shared_expert"},
-    without_effect=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
     copied=("mtp",),
     composite=Composite(
         model_type="qwen3_5_moe",

@@ -26,7 +26,6 @@ FAMILY = Family(
     decoder=ModelKeys,
     attention=AttentionKeys,
     mlp=MlpKeys,
-    without_effect=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
     copied=("mtp",),
     composite=Composite(
         model_type="qwen3_5",

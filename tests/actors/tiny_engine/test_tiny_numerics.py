@@ -13,6 +13,7 @@ from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import ModelError, read_model, read_tiny_engine_model
 from runtime.models.family import families
+from runtime.models.hybrid_readers import HybridKeys
 from runtime.models.readers import LatentKeys
 from tests.actors.trainer.hf import write_model as write_family
 from tests.actors.trainer.hf import write_mtp_model
@@ -51,7 +52,7 @@ MODELS = {
 SERVED = [
     kind
     for kind, family in families().items()
-    if not issubclass(family.attention, LatentKeys) and not family.attention.without_keys.get("has_sinks")
+    if not issubclass(family.attention, LatentKeys | HybridKeys) and not family.attention.without_keys.get("has_sinks")
 ]
 
 
@@ -82,7 +83,8 @@ def test_log_probs_equal_a_teacher_forced_forward(name: str, tmp_path: Path) -> 
 def test_a_family_that_it_does_not_serve_is_refused(kind: str, tmp_path: Path) -> None:
     with torch.inference_mode(mode=False):
         write_family(tmp_path, kind)
-    with pytest.raises(ModelError, match=r"the tiny engine does not support (multi-latent attention|attention sinks)"):
+    refused = "multi-latent attention|attention sinks|linear attention"
+    with pytest.raises(ModelError, match=f"the tiny engine does not support ({refused})"):
         read_tiny_engine_model(tmp_path)
 
 

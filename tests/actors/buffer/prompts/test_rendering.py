@@ -74,10 +74,12 @@ def refused(directory: Path, template: str, row: Any, **options: Any) -> str:
 
 
 def good_rows(template: str) -> dict[str, Turns]:
+    if template == "gptoss":  # it ends an answer in another way once more messages follow
+        return {"one turn": TALK[:3], "parts": PARTS}
     rows = {"talk": TALK, "thinks": THINKS, "parts": PARTS, "null keys": FROM_PARQUET}
     thought = {"reasoning_content": "small"}
     rows["earlier thought"] = changed(TALK, 2, **thought)
-    if template.startswith("llama3") and template != "llama3_1":
+    if template in ("llama3", "llama3_2", "llama3_training", "smollm2"):
         return rows  # it has no tools
     tools = copy.deepcopy(TOOLS)
     if template == "deepseekv3":  # it takes arguments only as text

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actors.reward import grader_check, isolation
+from actors.reward import grader_check
 from actors.reward.causes import cause_of
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders import builtin
@@ -29,6 +29,7 @@ from actors.reward.graders.code.running import NOT_ISOLATED, Limits, Ran, Sandbo
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import Int32Array, Prompt
+from runtime.functions import isolation
 from runtime.util.descendants import children_of
 from tests.build.topology import topology_with
 from tests.support.checks import context_of
