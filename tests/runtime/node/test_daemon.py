@@ -291,12 +291,18 @@ async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
 
 async def test_a_run_goes_on_without_an_engine_that_was_given_up(tmp_path: Path) -> None:
     """It ended with the first engine that used up its restarts."""
+    given_up = tmp_path / "given up"
     changed = msgspec.structs.replace(
-        plan(tmp_path / "r", player("3"), broken_engine(0)), needs=(pool("local", "local", least=1),)
+        plan(tmp_path / "r", player("3", "--wait", str(given_up)), broken_engine(0)),
+        needs=(pool("local", "local", least=1),),
     )
     running = Running(changed)
-    assert (await running.run()).finished
-    assert [line for line in running.lines if line.startswith("engine.policy.0 is given up, the run goes on without")]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("engine.policy.0 is given up, the run goes on without")
+        given_up.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
 
 
 async def test_a_run_ends_at_once_with_fewer_engines_than_it_needs(tmp_path: Path) -> None:
