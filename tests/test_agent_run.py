@@ -1,4 +1,4 @@
-"""A whole run whose samples are played by a program, while the rollout actor is killed."""
+"""A whole run whose samples are played by a program."""
 
 import sys
 from pathlib import Path

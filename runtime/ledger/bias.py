@@ -75,7 +75,7 @@ class Bias(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: Distance
     difficulty: Distance  # mean reward of the sample's group
     removed: dict[str, Removed]  # by reason; of groups that are not settled too
-    places: dict[str, dict[str, Shares]]  # data source, engine, rollout actor, node: by name of it
+    places: dict[str, dict[str, Shares]]  # by kind of place (PLACES) and name
 
 
 class _Fate(msgspec.Struct):

@@ -364,6 +364,14 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
     after_mlp: str = ""
 
 
+NORMS_AFTER: Final = Norms(  # of what each module adds, and none before it
+    before_attention="",
+    after_attention="post_attention_layernorm",
+    before_mlp="",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
 class Layer(msgspec.Struct, frozen=True):
     """A decoder layer: attention and an MLP or experts, with norms before, after, or on both sides of them."""
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from runtime.models.blocks import Attention, Norms
+from runtime.models.blocks import NORMS_AFTER, Attention
 from runtime.models.family import Family
 from runtime.models.readers import MlpKeys, WindowKeys
 
@@ -42,10 +42,5 @@ FAMILY = Family(
     architecture="Exaone4ForCausalLM",
     attention=AttentionKeys,
     mlp=MlpKeys,
-    norms=Norms(
-        before_attention="",
-        after_attention="post_attention_layernorm",
-        before_mlp="",
-        after_mlp="post_feedforward_layernorm",
-    ),
+    norms=NORMS_AFTER,
 )

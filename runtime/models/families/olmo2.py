@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from runtime.models.blocks import Norms
+from runtime.models.blocks import NORMS_AFTER
 from runtime.models.family import Family
 from runtime.models.readers import HeadKeys, MlpKeys
 
@@ -19,10 +19,5 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     attention=AttentionKeys,
     mlp=MlpKeys,
-    norms=Norms(
-        before_attention="",
-        after_attention="post_attention_layernorm",
-        before_mlp="",
-        after_mlp="post_feedforward_layernorm",
-    ),
+    norms=NORMS_AFTER,
 )
