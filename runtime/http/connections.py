@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 import anyio
 import anyio.abc
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from runtime.bus.addresses import host_port
@@ -46,6 +47,8 @@ ASKING: Final = (128, 8)  # a request without the secret is answered
 TRUSTED: Final = (64, 8)  # a request had the secret
 
 log = logging.getLogger(__name__)
+
+Server = Callable[[], asyncio.Protocol]  # makes the protocol of a connection
 
 
 class Limits(NamedTuple):
@@ -93,7 +96,7 @@ class Connection:
         self._loop.remove_reader(self.socket)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    async def hand_over(self, server: web.Server, tls: ssl.SSLContext | None = None) -> None:
+    async def hand_over(self, server: Server, tls: ssl.SSLContext | None = None) -> None:
         """Have a server answer the request, whose head has come unless there is TLS."""
         self.since, self._is_handed_over = self._loop.time(), True
         limit_s = None if tls is None else HEAD_S
@@ -185,7 +188,7 @@ class Connections:
         # Fewer than there are places, or a request would be closed before it was looked at.
         self._accepted_at_once = min(ACCEPTED_AT_ONCE, self._waiting.bound // 2)
 
-    async def serve(self, listeners: Sequence[socket.socket], server: web.Server) -> None:
+    async def serve(self, listeners: Sequence[socket.socket], server: Server) -> None:
         """Accept connections and have a server answer them. Never returns."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._close_late)
@@ -251,10 +254,10 @@ class Connections:
                 else:
                     begin(connection)
 
-    def _shake_hands(self, server: web.Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
+    def _shake_hands(self, server: Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
         tasks.start_soon(connection.hand_over, server, self._tls)
 
-    def _look(self, server: web.Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
+    def _look(self, server: Server, tasks: anyio.abc.TaskGroup, connection: Connection) -> None:
         """Look whether the head of a request is complete. It stays in the kernel's buffer."""
         try:
             head = connection.socket.recv(HEAD_BYTES, socket.MSG_PEEK)
@@ -272,6 +275,29 @@ class Connections:
             connection.close()
         else:  # call this again once there is more, not because of what is there
             connection.look_after(len(head))
+
+
+class _Protocol(web.RequestHandler):
+    """Takes nothing more from a client that sent bytes that are no HTTP.
+
+    aiohttp's own notes an error for each further piece, and with it the piece. A body that broke off so neither ends
+    nor fails there: its handler waits.
+    """
+
+    __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes; after the first error fail the body that they belong to, answer what was complete, and close."""
+        super().data_received(data)
+        if self._close or not self._messages or isinstance(self._messages[-1][0], RawRequestMessage):
+            return
+        if len(self._messages) > 1:
+            body = self._messages[-2][1]
+        else:
+            body = None if self._current_request is None else self._current_request.content
+        if body is not None and not body.is_eof():
+            body.set_exception(web.RequestPayloadError("the body of the request is malformed"))
+        self.close()
 
 
 CONNECTIONS: Final = web.AppKey("connections", Connections)
@@ -320,16 +346,22 @@ async def served(
     """
     with ExitStack() as stack:
         listeners = await _listeners(host, port, stack)
-        runner = web.AppRunner(
-            application, access_log=None, logger=log, keepalive_timeout=IDLE_S, shutdown_timeout=SHUTDOWN_S
-        )
+        runner = web.AppRunner(application, shutdown_timeout=SHUTDOWN_S)
         application.middlewares.insert(0, _one_request_without_the_secret)
         connections = application[CONNECTIONS] = Connections(tls, limits)
         await runner.setup()
         assert runner.server is not None
+        protocol = partial(
+            _Protocol,
+            runner.server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            logger=log,
+            keepalive_timeout=IDLE_S,
+        )
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(connections.serve, listeners, runner.server)
+                tasks.start_soon(connections.serve, listeners, protocol)
                 try:
                     yield listeners[0].getsockname()[1]
                 finally:
@@ -375,7 +407,7 @@ def _descriptor_of(request: web.Request) -> int:
 def _is_of_server(record: logging.LogRecord) -> bool:
     """Tell errors of this server from those of its clients, who could fill a log with them."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | ConnectionError)
+    return not isinstance(error, HttpProcessingError | ConnectionError | web.RequestPayloadError)
 
 
 log.addFilter(_is_of_server)

@@ -5,6 +5,7 @@ import errno
 import logging
 import resource
 import socket
+import tracemalloc
 from collections.abc import AsyncGenerator, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
@@ -192,6 +193,39 @@ async def test_bad_requests_are_not_logged(logged: list[logging.LogRecord]) -> N
             with connected(port, 1, sent) as (client,):
                 await eventually(lambda client=client: has_ended(client))
         assert await status(port) == 200
+    assert logged == []
+
+
+async def test_a_client_whose_body_is_malformed_costs_no_memory_and_is_closed(
+    logged: list[logging.LogRecord],
+) -> None:
+    """One whose handler reads, and one whose handler does not yet: what comes after the first error is not kept."""
+    begun, waits = asyncio.Event(), asyncio.Event()
+
+    async def read(request: web.Request) -> web.Response:
+        trust(request)
+        begun.set()
+        if request.path == "/later":
+            await waits.wait()
+        return web.Response(body=await request.read())
+
+    application = web.Application()
+    application.router.add_post("/{any:.*}", read)
+    async with served(application, "127.0.0.1", 0) as port:
+        for path in ("/now", "/later"):
+            begun.clear()
+            head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+            with connected(port, 1, head.encode()) as (client,):
+                await begun.wait()
+                tracemalloc.start()
+                with anyio.move_on_after(1), suppress(ConnectionError):
+                    for _ in range(40):
+                        await asyncio.get_running_loop().sock_sendall(client, b"zz\r\n" + b"\xff" * (1 << 18))
+                kept, _ = tracemalloc.get_traced_memory()
+                tracemalloc.stop()
+                assert kept < 4 << 20  # of 10 MiB sent, which aiohttp alone keeps with their errors
+                waits.set()
+                await eventually(lambda client=client: has_ended(client))
     assert logged == []
 
 
