@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.functions import isolation
 from tests.support.whole_runs import ROOT, run_topology
 
 EXAMPLES = ROOT / "topologies" / "examples"
@@ -28,7 +29,7 @@ max_context_len = 48
 
 [rollout.agent]
 command = ["{sys.executable}", "{AGENT}"]
-sandbox = "process"
+sandbox = "{"process" if isolation.refusal() else "isolated"}"
 
 [train]
 num_steps = 2

@@ -11,6 +11,7 @@ from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.model_support import ignored_keys_refusal
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
+from runtime.functions import isolation
 from runtime.models.config import ModelDescription, read_tiny_engine_model
 from runtime.models.directory import (
     CHAT_TEMPLATE,
@@ -244,6 +245,11 @@ def check_agent(context: CheckContext) -> Iterator[Problem]:
             "its first word is no program on this machine: a path with a / that can be executed, or a name on PATH"
         )
         yield Problem.of(key, list(agent.command), message)
+    if agent.sandbox == "isolated":
+        context.doing("rollout.agent.sandbox", "isolated", "trying it")
+        if (reason := isolation.refusal()) is not None:
+            message = f'this machine cannot isolate programs: {reason}; "process" and "none" leave them what they reach'
+            yield Problem.of("rollout.agent.sandbox", "isolated", message)
     directory = Path(topology.model.hf_checkpoint)
     if directory.is_dir() and not _has_chat_template(directory):
         yield Problem(key="rollout.agent", message="needs a model with a chat template: programs send messages")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runtime.functions import isolation
+from runtime.functions.door import Door
 from runtime.util.descendants import (
     descendants,
     end_like,
@@ -28,7 +29,7 @@ from runtime.util.descendants import (
     set_parent_death_signal,
     set_subreaper,
 )
-from runtime.util.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
+from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
 
 POLL_S: Final = 0.1  # interval between counts of processes
 MIN_HEADROOM: Final = 1024  # processes and threads left for the user outside graders
@@ -44,13 +45,17 @@ def main(arguments: Sequence[str]) -> int:
     set_subreaper()
     _raise_priority()
     folder = tempfile.mkdtemp(prefix=str(settings["prefix"]))
-    worker, status = 0, None
+    worker, status, most = 0, None, settings["max_processes"]
     try:
-        worker = _start(settings, folder)
+        door = Door(*settings["door"]) if settings.get("door") else None
+        if door is not None:
+            door.start_outside()
+            most = most and most + 1  # this one is none of the program's
+        worker = _start(settings, folder, door)
         set_parent_death_signal(signal.SIGTERM)
         if os.getppid() != parent:
             return EXIT_ORPHANED
-        status = _watch(worker, settings["max_processes"])
+        status = _watch(worker, most)
     finally:
         if worker:
             with suppress(OSError):
@@ -71,7 +76,7 @@ def _raise_priority() -> None:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
-def _start(settings: dict[str, Any], folder: str) -> int:
+def _start(settings: dict[str, Any], folder: str, door: Door | None) -> int:
     """Fork the grader process, or, when isolated, the init process of its PID namespace. Return its pid."""
     keeper = os.getpid()
     isolated = settings["sandbox"] == "isolated"
@@ -83,37 +88,64 @@ def _start(settings: dict[str, Any], folder: str) -> int:
             set_parent_death_signal(signal.SIGKILL)
             os.setpgid(0, 0)  # so that one signal kills the whole group
             if isolated or os.getppid() == keeper:  # getppid() is 0 across PID namespaces
-                code = _in_child(settings, folder, isolated=isolated, refusal=refusal)
+                code = _in_child(settings, folder, door, isolated=isolated, refusal=refusal)
         except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
             traceback.print_exc()
         os._exit(code)
     with suppress(OSError):  # parent and child both call it: the order is undefined
         os.setpgid(child, child)
+    if door is not None:
+        door.close()
     os.close(0)
     os.close(1)
     return child
 
 
-def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal: str | None) -> int:
+def _in_child(settings: dict[str, Any], folder: str, door: Door | None, *, isolated: bool, refusal: str | None) -> int:
     with suppress(OSError):  # /proc may be read-only; makes the OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolated:
         refusal = refusal or isolation.attempted(
             lambda: isolation.enter_other_namespaces(folder, settings["hidden"], isolates=True)
         )
+        if refusal is None and door is not None:
+            refusal = isolation.attempted(door.open_inside)
         if refusal is None and (status := _run_as_init()) is not None:
             return _exit_code_of(status)
     if settings["sandbox"] != "none":
         isolation.set_no_new_privileges()
         _limit(settings, isolated=isolated)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    os.environ.update(TMPDIR=folder)
     if settings.get("program"):
-        os.environ.pop("PYTHONPATH", None)  # it was for this module
-        os.execvp(settings["program"][0], settings["program"])
+        return _run_program(settings, folder, refusal)
+    os.environ.update(TMPDIR=folder)
     tempfile.tempdir = None  # makes tempfile read TMPDIR again
     module, _, name = settings["works"].partition(":")  # after the fork, so that the keeper stays small
     return int(getattr(import_module(module), name)(refusal))
+
+
+def _run_program(settings: dict[str, Any], folder: str, refusal: str | None) -> int:
+    """Run the program of an agent in a copy of its directory; it finds what is read here in a file of its own."""
+    if refusal is not None:
+        sys.stderr.write(f"this machine cannot isolate a program: {refusal}\n")
+        sys.stderr.flush()  # before os._exit
+        return EXIT_INPUT_ERROR
+    place, given, own, temporary = (Path(folder, name) for name in ("work", "row.json", "home", "tmp"))
+    given.touch(mode=0o600)
+    given.write_bytes(sys.stdin.buffer.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    temporary.mkdir(mode=0o700)
+    if settings["directory"] is None:
+        place.mkdir(mode=0o700)
+    else:
+        shutil.copytree(settings["directory"], place, symlinks=True)
+    os.environ.update({"TMPDIR": str(temporary), settings["given"]: str(given)})
+    if settings["sandbox"] == "isolated":  # where nothing else can be written
+        own.mkdir(mode=0o700)
+        os.environ.update(HOME=str(own))
+    os.environ.pop("PYTHONPATH", None)  # it was for this module
+    os.chdir(place)
+    os.execvp(settings["program"][0], settings["program"])
 
 
 def _run_as_init() -> int | None:

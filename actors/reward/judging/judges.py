@@ -22,11 +22,11 @@ from actors.reward.judging.requests import CAUSES_OF_SCORES, JudgeAnswer, JudgeE
 from actors.reward.judging.servers import JudgeServer, JudgeServers
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import run_dir_of
 from messages import EngineRequestsFailed
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
+from runtime.functions.hidden_files import run_dir_of
 from runtime.process.actor import InputError
 from runtime.settings.placement import num_engines
 from runtime.settings.tables.engines import EngineConfig
@@ -215,7 +215,7 @@ async def open_judges(topology: Topology, bus: Bus | None) -> AsyncGenerator[Jud
 
 def _cache_files(topology: Topology, bus: Bus) -> dict[str, tuple[Path, int]]:
     """Return file and bytes of the caches of the judges that have one. Each reward actor has files of its own."""
-    folder, judges = Path(run_dir_of(topology)) / CACHES, topology.reward.judges.items()
+    folder, judges = run_dir_of(topology) / CACHES, topology.reward.judges.items()
     return {
         name: (folder / f"{name}-{bus.name}.sqlite", judge.cache_bytes) for name, judge in judges if judge.cache_bytes
     }

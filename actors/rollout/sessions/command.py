@@ -6,15 +6,13 @@ environment; the control key stays here.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -27,9 +25,9 @@ from actors.rollout.sessions.opened import OpenSession, OpenSessions
 from actors.rollout.sessions.rendering import Rendering
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.data.chat_template import ChatTemplate
+from runtime.functions.hidden_files import hidden_of, make_dumps, run_dir_of
 from runtime.functions.limits import UserLimits, environment
 from runtime.models.config import read_model
-from runtime.process.main import RUN_DIR
 from runtime.sessions.actor_end import ActorEnd
 from runtime.settings.tables.agent import AgentConfig
 from runtime.settings.topology import Topology
@@ -40,7 +38,7 @@ from runtime.util.import_path import ROOT
 log = structlog.get_logger()
 
 KEY: Final = "rollout.agent"
-ROW: Final = "PHYSARUM_ROW"  # file with the row
+ROW: Final = "PHYSARUM_ROW"  # variable that names the file with the row
 TAIL_BYTES: Final = 2_000  # of a program's output, in the reason of a failed attempt
 KILL_S: Final = 10.0
 
@@ -51,13 +49,21 @@ class CommandAgent:
     Args:
         config: the program.
         sessions: of this actor.
-        limits: memory, files and environment of the process, with sandbox = "process".
-        max_processes: of an attempt at a time, with sandbox = "process".
+        limits: memory and open files of each process, unless sandbox = "none".
+        max_processes: of an attempt at a time, unless sandbox = "none".
+        hidden: returns the paths that an isolated program does not see.
     """
 
-    def __init__(self, config: AgentConfig, sessions: OpenSessions, limits: UserLimits, max_processes: int) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        sessions: OpenSessions,
+        limits: UserLimits,
+        max_processes: int,
+        hidden: Callable[[], Sequence[str]],
+    ) -> None:
         self._config, self._sessions = config, sessions
-        self._limits, self._max_processes = limits, max_processes
+        self._limits, self._max_processes, self._hidden = limits, max_processes, hidden
         self._num_started = 0
 
     async def __call__(self, conversation: Conversation) -> None:
@@ -68,12 +74,7 @@ class CommandAgent:
         self._num_started += 1
         name = f"s{os.getpid()}.{self._num_started}.{os.urandom(4).hex()}"
         async with self._sessions.opened(conversation, name) as opened:
-            with tempfile.TemporaryDirectory(prefix="physarum-agent-", ignore_cleanup_errors=True) as parent:
-                place = Path(parent, "work")
-                await anyio.to_thread.run_sync(self._fill, place)
-                row = Path(parent, "row.json")
-                _write_private(row, _row_of(conversation))
-                problem = await self._attempt(opened, name, place, row)
+            problem = await self._attempt(opened, name, json.dumps(_row_of(conversation)).encode())
             if problem or opened.failure:
                 opened.session.cancel_turns()  # nothing of this attempt trains
         self._end(conversation, opened, problem)
@@ -81,16 +82,10 @@ class CommandAgent:
         conversation.sample_metadata["agent_s"] = round(own_s, 3)
         conversation.sample_metadata["model_s"] = round(waited_s, 3)
 
-    def _fill(self, place: Path) -> None:
-        if self._config.directory is None:
-            place.mkdir(mode=0o700)
-        else:
-            shutil.copytree(self._config.directory, place, symlinks=True)
-
-    async def _attempt(self, opened: OpenSession, name: str, place: Path, row: Path) -> str:
+    async def _attempt(self, opened: OpenSession, name: str, row: bytes) -> str:
         """Run the program to its end; return what went wrong, empty if nothing did. Its key ends before it does."""
         output, code = bytearray(), 0
-        async with self._running(opened, name, place, row) as process, anyio.create_task_group() as group:
+        async with self._running(opened, name) as process, anyio.create_task_group() as group:
 
             async def stop_when_over() -> None:
                 await opened.over.wait()
@@ -98,7 +93,11 @@ class CommandAgent:
                 process.terminate()
 
             group.start_soon(stop_when_over)
+            assert process.stdin is not None
             assert process.stdout is not None
+            with suppress(anyio.BrokenResourceError):  # it has ended
+                await process.stdin.send(row)
+            await process.stdin.aclose()
             with suppress(anyio.EndOfStream):
                 while True:
                     output += await process.stdout.receive()
@@ -112,30 +111,34 @@ class CommandAgent:
         return f"{self._config.command[0]} {self._ending(code)}{_last_line(output, opened)}"
 
     def _ending(self, code: int) -> str:
-        if code == EXIT_TOO_MANY_PROCESSES and self._config.sandbox == "process":
+        if code == EXIT_TOO_MANY_PROCESSES and self._config.sandbox != "none":
             return f"was killed: it started more than {self._max_processes} processes (reward.max_processes)"
         return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
     @asynccontextmanager
-    async def _running(self, opened: OpenSession, name: str, place: Path, row: Path) -> AsyncGenerator[Process]:
+    async def _running(self, opened: OpenSession, name: str) -> AsyncGenerator[Process]:
         """Run the program under a keeper, which kills all that it started when the block or this process ends."""
+        kind, url = self._config.sandbox, urlsplit(opened.url)
+        is_isolated = kind == "isolated"
         settings = {
             "program": self._config.command,
+            "directory": self._config.directory,
+            "given": ROW,
             "prefix": "physarum-agent-",
-            "sandbox": self._config.sandbox or "process",
+            "sandbox": kind,
             "memory_bytes": self._limits.memory_bytes,
             "max_files": self._limits.max_files,
-            "max_processes": self._max_processes if self._config.sandbox == "process" else None,
-            "hidden": (),
+            "max_processes": None if kind == "none" else self._max_processes,
+            "hidden": await anyio.to_thread.run_sync(self._hidden) if is_isolated else (),
+            "door": (url.hostname, url.port) if is_isolated else None,
         }
         words = [sys.executable, "-P", "-m", "runtime.functions.keeper", str(os.getpid()), json.dumps(settings)]
         process = await anyio.open_process(
             words,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=place,
-            env=self._environment(opened, row),
+            env=self._environment(opened),
             start_new_session=True,
         )
         try:
@@ -151,7 +154,7 @@ class CommandAgent:
                     process.kill()
                 await process.aclose()
 
-    def _environment(self, opened: OpenSession, row: Path) -> dict[str, str]:
+    def _environment(self, opened: OpenSession) -> dict[str, str]:
         key, url = opened.keys.model.reveal(), opened.url.rstrip("/")
         of_model = {
             "OPENAI_API_KEY": key,
@@ -159,9 +162,9 @@ class CommandAgent:
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_BASE_URL": url,
-            ROW: str(row),
         }
-        return {**environment(self._config.env), **of_model, "PYTHONPATH": str(ROOT)}
+        is_marked = self._config.sandbox != "isolated"
+        return {**environment(self._config.env, marked=is_marked), **of_model, "PYTHONPATH": str(ROOT)}
 
     def _end(self, conversation: Conversation, opened: OpenSession, problem: str) -> None:
         if opened.failure:
@@ -182,7 +185,10 @@ class AgentPrograms:
         sessions = OpenSessions(Rendering(ChatTemplate(model.directory), model))
         reward, most = topology.reward, topology.rollout.max_context_len
         limits = UserLimits(memory_bytes=reward.memory_bytes, max_files=reward.max_files)
-        agent = CommandAgent(config, sessions, limits, reward.max_processes)
+        if config.sandbox == "isolated":
+            make_dumps(topology)
+        needed = [place for place in (*config.command, config.directory) if place is not None and "/" in place]
+        agent = CommandAgent(config, sessions, limits, reward.max_processes, lambda: hidden_of(topology, needed))
         self.function = KeyedFunction(KEY, agent, max_starts=config.attempts, own_s=config.episode_timeout_s)
         if most is None:
             most = read_model(model.directory, topology.model.ignore_config_keys).max_context
@@ -200,20 +206,9 @@ class AgentPrograms:
         return cls(config, topology, actor, model) if config.command else None
 
 
-def run_dir_of(topology: Topology) -> Path:
-    """Return the directory of the run on this node."""
-    return Path(os.environ.get(RUN_DIR) or Path(topology.run.dir) / topology.run.name)
-
-
 def _row_of(conversation: Conversation) -> Mapping[str, Any]:
     """Return what an agent gets of its row: never the label."""
     return {"prompt": conversation.prompt, "metadata": conversation.metadata, "index": conversation.index}
-
-
-def _write_private(file: Path, content: Mapping[str, Any]) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-        json.dump(content, opened)
 
 
 def _last_line(output: bytes | bytearray, opened: OpenSession) -> str:

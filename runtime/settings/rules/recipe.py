@@ -116,9 +116,6 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if project is not None and generate is not None and project_of(generate) != project:
         message = f"must be a function of {project} too, which the rollout function of {project} calls"
         yield Problem.of("rollout.custom_generate", generate, message)
-    if rollout.agent.command and rollout.agent.sandbox is None:
-        message = "choose what guards the machine: process, none; neither hides the run's files from the program"
-        yield Problem(key="rollout.agent.sandbox", message=message)
     for key in ("custom_generate", "custom_rollout") if rollout.agent.command else ():
         if (name := getattr(rollout, key)) is not None:
             yield Problem.of(f"rollout.{key}", name, "has no effect with rollout.agent: leave one of them out")

@@ -17,9 +17,10 @@ class AgentConfig(Config, frozen=True, kw_only=True):
     # Program and arguments. It starts in a directory of its own, with the address and the key of the model in its
     # environment ([agents](../train/agents.md)). An exit code other than 0 is a failed attempt. Default: no program.
     command: Program[tuple[Text, ...]] = ()
-    # What guards the machine: limits as for graders ("process"), or nothing ("none"). A program needs one of them to be
-    # chosen, because neither hides the run's files from it.
-    sandbox: Code[Literal["none", "process"] | None] = None
+    # What guards the machine and the run. "isolated" (Linux) hides the run's files and all other processes, and leaves
+    # no network but the way to the model. "process" sets the limits that graders have, and "none" sets none; neither
+    # hides anything.
+    sandbox: Code[Literal["none", "process", "isolated"]] = "isolated"
     # Directory whose copy the program starts in. By default that is empty.
     directory: Reads[Text | None] = None
     # Environment variables of the rollout actor that the program gets, in addition to those that graders get.

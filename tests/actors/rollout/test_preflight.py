@@ -150,3 +150,13 @@ def test_a_program_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
     assert found(str(program))  # it cannot be executed
     program.chmod(0o755)
     assert found(str(program)) == found("sh") == []
+
+
+def test_a_machine_that_cannot_isolate_programs_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.functions.isolation.refusal", lambda: "unshare: Operation not permitted")
+    settings = ("rollout.agent.command=['sh']", "data.0.apply_chat_template=false")
+    (problem,) = problems_of(load_topology(LAPTOP, settings).topology, check_agent)
+    assert (problem.key, problem.value) == ("rollout.agent.sandbox", '"isolated"')
+    assert "this machine cannot isolate programs: unshare: Operation not permitted" in str(problem)
+    by_hand = load_topology(LAPTOP, (*settings, "rollout.agent.sandbox=none")).topology
+    assert problems_of(by_hand, check_agent) == []

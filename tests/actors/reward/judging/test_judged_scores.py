@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from actors.reward.actor import RewardActor
-from actors.reward.sandbox import RUN_DIR
 from messages import EngineRequestsFailed
 from runtime.bus.addresses import Address, address_key, engine_key
 from runtime.bus.bus import Bus
+from runtime.functions.hidden_files import RUN_DIR
 from runtime.process.actor import InputError
 from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
