@@ -28,7 +28,7 @@ FEATURES = (
     "lora",
 )
 # kinds of the same blocks as others in CI, or of blocks that no layout has code for; ministral3 has some under CP alone
-NIGHTLY_KINDS = ("dots1", "exaone4", "ministral3", "olmo3", "phi3", "smollm3")
+NIGHTLY_KINDS = ("dots1", "exaone4", "minimax_m2", "ministral3", "olmo3", "phi3", "smollm3")
 ONLY_NIGHTLY = {("DP", "SP")}  # each beside tensor parallelism in CI: together they have no code of their own
 
 

@@ -333,6 +333,35 @@ LAYOUTS: Final[dict[str, Layout]] = {
         template_file="tokenizer_config.json",
         unread=("cache_implementation",),
     ),
+    "MiniMax-M2": Layout(
+        {
+            **OLD_TYPE,
+            **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+            **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1, 1]},
+            "auto_map": {
+                "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
+                "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
+            },
+            **{"bos_token_id": "]~!b[", "eos_token_id": "[e~[", "head_dim": 16, "rotary_dim": 8, "rope_theta": 5000000},
+            **{"intermediate_size": 16, "mlp_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "use_mtp": True, "output_router_logits": False},
+            **{"qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+            **{"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "shared_intermediate_size": 0},
+            **{"shared_moe_mode": "sigmoid", "sliding_window": None, "tie_word_embeddings": False},
+            "quantization_config": FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]},
+            "transformers_version": "4.57.1",
+        },
+        {"bos_token_id": "]~!b[", "eos_token_id": "[e~[", "do_sample": True, "top_k": 40, "top_p": 0.95},
+        ("]~!b[", "]~b]", "[e~[", "<think>"),
+        "{{- ']~!b[]~b]system\\nYou are a helpful assistant.[e~[\\n' }}{%- for m in messages %}"
+        "{{- ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\\n' + m.content + '[e~[\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{%- endif %}",
+        "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n]~b]user\n1+1?[e~[\n]~b]ai\n<think>\n",
+        {"bos_token": "]~!b[", "eos_token": "[e~[", "unk_token": "]!d~["},
+        unread=("mlp_intermediate_size", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "shared_moe_mode"),
+        quantized=True,
+        shards=True,
+    ),
     "DeepSeek-V3": Layout(
         {
             **DEEPSEEK,

@@ -108,6 +108,10 @@ OF_KIND |= {
         **{"n_group": 2, "topk_group": 1},
     },
 }
+OF_KIND["minimax_m2"] = {
+    **{"head_dim": 6, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-3},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 2 / 3},
+}
 OF_KIND["gpt_oss"] = {
     "intermediate_size": 24,
     "num_local_experts": 4,
