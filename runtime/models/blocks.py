@@ -71,13 +71,15 @@ class Weight(msgspec.Struct, frozen=True):
     def renamed(self, names: Mapping[str, str]) -> "Weight":
         """Replace pieces of the names in the files, each a whole number of words between dots."""
 
-        def spelled(name: str) -> str:
-            for usual, own in names.items():
-                name = f".{name}.".replace(f".{usual}.", f".{own}.").strip(".")
-            return name
+        parts = {renamed(part, names): shape for part, shape in self.parts.items()}
+        return msgspec.structs.replace(self, parts=parts, joined=renamed(self.joined, names))
 
-        parts = {spelled(part): shape for part, shape in self.parts.items()}
-        return msgspec.structs.replace(self, parts=parts, joined=spelled(self.joined))
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Replace pieces of a name, each a whole number of words between dots."""
+    for usual, own in names.items():
+        name = f".{name}.".replace(f".{usual}.", f".{own}.").strip(".")
+    return name
 
 
 def within(weights: Iterable[Weight], name: str, of_files: str | None = None) -> Iterator[Weight]:
@@ -430,6 +432,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def spelled(self, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Give the tensors their names in the files."""
         return (weight.renamed(dict(self.names)) for weight in weights) if self.names else iter(weights)
+
+    def name_of(self, usual: str) -> str:
+        """Return the name in the files of a tensor, given the name that most families use."""
+        return renamed(usual, dict(self.names))
 
     def is_copied(self, name: str) -> bool:
         """Whether a tensor of the files is of a module that is not built, and that exports have unchanged."""

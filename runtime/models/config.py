@@ -52,20 +52,26 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     ignored_keys: tuple[str, ...] = ()  # keys that were left out, as the user named them
 
 
+class _Text(msgspec.Struct, frozen=True):
+    model_type: str | None = None
+
+
 class _Kind(msgspec.Struct, frozen=True):
     """The keys that identify the kind of model. Read first, because other kinds have other keys."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str | None = None
+    text_config: _Text | None = None
 
     def family(self) -> Family:
         """Return its family. A classifier with one label is the same model with a value head."""
+        text = None if self.text_config is None else self.text_config.model_type
         if self.architectures is None:
-            return family_of(self.model_type, None)
+            return family_of(self.model_type, None, text)
         architecture = self.architectures[0] if self.architectures else "missing"
         for kind in CLASSIFIERS:
             architecture = architecture.replace(kind, "ForCausalLM")
-        return family_of(self.model_type, architecture)
+        return family_of(self.model_type, architecture, text)
 
 
 class _Eos(msgspec.Struct, frozen=True):

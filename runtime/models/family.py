@@ -3,7 +3,7 @@
 Each module of `runtime/models/families` has one `FAMILY`. It alone names the family's model types and classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -22,7 +22,7 @@ class Composite(msgspec.Struct, frozen=True, kw_only=True):
     """How a text model is published inside of one with further parts, whose weights exports have unchanged."""
 
     model_type: str  # of the whole
-    architecture: str  # class of the whole
+    architectures: tuple[str, ...]  # class of the whole: in transformers, and as published
     names: Mapping[str, str]  # pieces of names that its files spell otherwise than those of the text model alone
     copied: tuple[str, ...] = ()  # its other modules
     without_effect: tuple[str, ...] = ()  # its keys beside those of the text model
@@ -70,7 +70,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def architectures(self) -> tuple[str, ...]:
         """The classes of transformers that it has."""
-        return (self.architecture, *(() if self.composite is None else (self.composite.architecture,)))
+        return (self.architecture, *(() if self.composite is None else self.composite.architectures))
 
     @property
     def built_keys(self) -> frozenset[str]:
@@ -86,24 +86,39 @@ def families() -> Mapping[str, Family]:
     return {family.model_type: family for family in found}
 
 
-def family_of(kind: str | None, architecture: str | None) -> Family:
+def family_of(kind: str | None, architecture: str | None, text: str | None = None) -> Family:
     """Return the family of a model.
 
     Args:
         kind: model_type of config.json; None: it names none.
         architecture: class of transformers for a causal model; None: the model type says it.
+        text: model_type of the text model inside of one with further parts; None: none is named.
 
     Raises:
-        ValueError: no family is declared for it, or both do not match.
+        ValueError: no family is declared for it, or the names do not match.
     """
-    by_type = {name: family for family in families().values() for name in family.model_types}
+    every = families().values()
+    by_type = [family for family in every if kind in family.model_types]
     if architecture is None:
-        if kind not in by_type:
-            raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(by_type)}")
-        return by_type[kind]
-    by_class = {name: family for family in families().values() for name in family.architectures}
-    if architecture not in by_class:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(by_class))}")
-    if kind and by_type.get(kind) is not by_class[architecture]:
+        if not by_type:
+            names = dict.fromkeys(name for family in every for name in family.model_types)
+            raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(names)}")
+        return _with_text(by_type, text)
+    by_class = [family for family in every if architecture in family.architectures]
+    if not by_class:
+        names = sorted({name for family in every for name in family.architectures})
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(names)}")
+    both = [family for family in by_class if not kind or family in by_type]
+    if not both:
         raise ValueError(f"model_type {kind!r} does not match architecture {architecture}")
-    return by_class[architecture]
+    return _with_text(both, text)
+
+
+def _with_text(found: Sequence[Family], text: str | None) -> Family:
+    """Return the one of several families whose text model a directory has inside."""
+    if len(found) == 1 and (text is None or found[0].composite is None):
+        return found[0]
+    if (own := next((family for family in found if text in (family.model_type, *family.same)), None)) is not None:
+        return own
+    names = ", ".join(repr(name) for family in found for name in (family.model_type, *family.same))
+    raise ValueError(f"text_config.model_type {text!r} is not supported; supported: {names}")

@@ -166,9 +166,9 @@ def load(
     Raises:
         ModelError: a file is missing or damaged, or names, shapes or dtypes do not fit the model.
     """
-    weights = allocate(config, dtype)
+    weights, head = allocate(config, dtype), config.name_of("lm_head.weight")
     if config.tie_word_embeddings:
-        weights.named["lm_head.weight"] = weights.embedding  # some writers store the tied head a second time
+        weights.named[head] = weights.embedding  # some writers store the tied head a second time
     try:
         for file in safetensors_files(directory):
             _load_file(weights, file, num_mtp_layers)
@@ -176,7 +176,7 @@ def load(
         raise ModelError(f"{directory}: {error}") from error
     missing = weights.named.keys() - weights.dtypes.keys()
     if config.tie_word_embeddings:
-        missing.discard("lm_head.weight")
+        missing.discard(head)
     if missing:
         raise ModelError(f"{directory}: {len(missing)} tensors are missing, {min(missing)} among them")
     weights.settle()
@@ -375,8 +375,8 @@ def zeros(weights: Weights) -> Weights:
     """Allocate weights of the same model, all zero; a weight update fills them later."""
     fresh = allocate(weights.config, weights.embedding.dtype)
     fresh.dtypes = dict(weights.dtypes)
-    if "lm_head.weight" in fresh.dtypes:
-        fresh.named.setdefault("lm_head.weight", fresh.embedding)
+    if (head := weights.config.name_of("lm_head.weight")) in fresh.dtypes:
+        fresh.named.setdefault(head, fresh.embedding)
     for tensor in fresh.named.values():
         tensor.zero_()
     fresh.settle()

@@ -99,7 +99,7 @@ def write(weights: Weights, named: Iterable[tuple[str, Tensor]]) -> None:
 
 def _room(weights: Weights, name: str) -> Tensor | None:
     """The destination of a tensor; None if it is skipped."""
-    if name == "lm_head.weight" and weights.config.tie_word_embeddings:
+    if weights.config.tie_word_embeddings and name == weights.config.name_of("lm_head.weight"):
         return None  # the embedding arrives under its own name
     room = weights.named.get(name)
     if room is None:

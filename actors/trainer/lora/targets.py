@@ -51,6 +51,8 @@ def targeted(model: HfConfig, config: LoraConfig) -> dict[str, Shape]:
         NoTarget: A name stands for no layer that can have an adapter, or the rank is above a side of a layer.
     """
     layers = linear_layers(model)
+    if not layers:
+        raise NoTarget("the text model of a directory with an image tower has no adapters yet")
     names = dict.fromkeys(last_name(layer) for layer in layers) if config.targets == ALL_LINEAR else config.targets
     for name in names:
         _check(name, model, layers)

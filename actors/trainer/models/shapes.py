@@ -113,11 +113,12 @@ def _check_extra(
     """Reject a tensor that the model lacks, except RoPE buffers, unused MTP layers and a tied output weight."""
     layer = _OF_LAYER.match(name)
     is_unused = layer is not None and int(layer[1]) in unused
-    if name.endswith(_ROPE_BUFFER) or is_unused or model.is_copied(name) or (name == HEAD and model.has_value_head):
+    is_head = name == model.name_of(HEAD)
+    if name.endswith(_ROPE_BUFFER) or is_unused or model.is_copied(name) or (is_head and model.has_value_head):
         return
-    if name != HEAD or not model.tie_word_embeddings:
+    if not is_head or not model.tie_word_embeddings:
         raise ValueError(f"{tensor.file}: the model of config.json has no tensor {name}")
-    _check_tied(directory, tensor, found[EMBEDDING])
+    _check_tied(directory, tensor, found[model.name_of(EMBEDDING)])
 
 
 def _check_tied(directory: Path, head: StoredTensor, embedding: StoredTensor) -> None:

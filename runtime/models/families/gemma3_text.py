@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 
 from runtime.models import blocks
-from runtime.models.family import Family
+from runtime.models.family import Composite, Family
 from runtime.models.readers import DecoderKeys, LayeredRopeKeys
 from runtime.models.readers import MlpKeys as Mlps
 from runtime.models.rope import Rope
@@ -87,5 +87,15 @@ FAMILY = Family(
         after_attention="post_attention_layernorm",
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
+    ),
+    composite=Composite(
+        model_type="gemma3",
+        architectures=("Gemma3ForConditionalGeneration",),
+        names={"model": "language_model.model", "lm_head": "language_model.lm_head"},
+        copied=("vision_tower", "multi_modal_projector"),
+        without_effect=(
+            *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+            *("boi_token_id", "eoi_token_id", "image_token_id"),
+        ),
     ),
 )

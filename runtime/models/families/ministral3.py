@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from runtime.models.family import Family
+from runtime.models.family import Composite, Family
 from runtime.models.readers import MlpKeys, WindowKeys
 from runtime.models.rope import QueryGrowth, Rope, RopeKeys, read_rope
 
@@ -43,4 +43,14 @@ FAMILY = Family(
     architecture="Ministral3ForCausalLM",
     attention=AttentionKeys,
     mlp=MlpKeys,
+    composite=Composite(
+        model_type="mistral3",
+        architectures=("Mistral3ForConditionalGeneration",),
+        names={"model": "language_model.model", "lm_head": "language_model.lm_head"},
+        copied=("vision_tower", "multi_modal_projector"),
+        without_effect=(
+            *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer"),
+            *("multimodal_projector_bias", "spatial_merge_size"),
+        ),
+    ),
 )
