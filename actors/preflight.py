@@ -51,13 +51,16 @@ def preflight(context: CheckContext) -> Checked:
 
 
 def _can_be_read(context: CheckContext) -> bool:
-    """Whether this node needs the model and has it. A model that the start downloads is checked after the download."""
-    return context.roles.needs_model and not context.has(MODEL) and not any(hub_models(context.loaded))
+    """Whether this node needs the model and has it. A model that the start brings here is checked after that."""
+    is_here = not context.coming and not any(hub_models(context.loaded))
+    return context.roles.needs_model and not context.has(MODEL) and is_here
 
 
 def check_functions(context: CheckContext) -> Iterator[Problem]:
     """Find every function that the topology names and check its parameters. Imports users' modules."""
     for key, value, function in functions_in(context.topology):
+        if key in context.coming:
+            continue
         context.doing(key, value, f"importing it{function.also}" if is_plugin(value) else "trying it")
         try:
             _try(context, function, key, value)

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -168,22 +168,31 @@ def _node_of(topology: Topology, wanted: str | None) -> str:
     return wanted or home_node(topology)
 
 
-def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
+def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen, coming: Collection[str] = ()) -> Topology:
     """Check everything that can refuse a start on this machine, and return the topology to start.
 
     --check and a start both use it, so they refuse the same topologies.
+
+    Args:
+        loaded: the topology.
+        args: of the command.
+        screen: for notes.
+        coming: settings whose files come from home at a start.
     """
     from runtime.node.checks.hub import hub_models, with_cached
     from runtime.node.claims.claim import RunClaimed
     from runtime.node.claims.rundir import RunRefused, check_start
 
     loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
-    checked = _checked(loaded, screen, node=_node_of(loaded.topology, args.node), fresh=args.fresh is not None)
+    node = _node_of(loaded.topology, args.node)
+    checked = _checked(loaded, screen, node=node, fresh=args.fresh is not None, coming=coming)
     _show_notes(checked.notes, args, screen, checked.problems)
     if any(hub_models(loaded)):  # the model must be downloaded first: further checks are not possible
         return loaded.topology
-    topology = _fitted(_counted(loaded, screen).topology, screen)
-    node = _node_of(topology, args.node)
+    topology = _fitted(
+        (loaded if any(key.startswith(("data.", "eval.")) for key in coming) else _counted(loaded, screen)).topology,
+        screen,
+    )
     try:
         check_start(topology, args.fresh, node, join=args.join, take_over=args.take_over)
     except RunRefused as error:
@@ -206,7 +215,13 @@ def _show_notes(
 
 
 def _checked(
-    loaded: LoadedTopology, screen: Screen, *, node: str | None = None, fresh: bool = False, elsewhere: bool = False
+    loaded: LoadedTopology,
+    screen: Screen,
+    *,
+    node: str | None = None,
+    fresh: bool = False,
+    elsewhere: bool = False,
+    coming: Collection[str] = (),
 ) -> "Checked":
     """Run the pre-start checks in a separate process that can be killed, since they run users' code."""
     from runtime.node.checks.apart import Doing, apart
@@ -216,7 +231,8 @@ def _checked(
         with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal
             from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
 
-        return preflight(CheckContext(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing))
+        context = CheckContext(loaded, node, fresh=fresh, elsewhere=elsewhere, coming=coming, doing=doing)
+        return preflight(context)
 
     return apart(loaded, work, Checked, screen.show)
 
@@ -255,8 +271,9 @@ def _check_nodes(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -
 
     screen, node = Screen(sys.stderr), _node_of(loaded.topology, args.node)
     problems: tuple[Problem, ...] = ()
+    coming = _coming(loaded, node)
     try:
-        topology = _ready(loaded, args, screen)
+        topology = _ready(loaded, args, screen, coming)
     except TopologyError as error:
         topology, problems = loaded.topology, error.problems
         if node == home_node(topology) and _lacks_its_bus(node, problems):
@@ -264,7 +281,7 @@ def _check_nodes(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -
         for problem in problems:
             screen.show(f"this node cannot take part: {problem}")
     try:
-        answer = check_nodes(topology, node, problems, join=args.join, show=screen.show)
+        answer = check_nodes(topology, node, problems, join=args.join, coming=coming, show=screen.show)
     except RunRefused as error:
         raise WrongInput(str(error)) from error
     out = Screen(sys.stdout)
@@ -299,6 +316,7 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
     Screen(sys.stdout).show_all(draw(topology, plan_of(topology, specs)).split("\n"))
     _show_memory(topology)
+    _show_files(topology)
     here = f"here as node {_node_of(topology, args.node)}" if len(topology.nodes) > 1 else "here"
     try:
         _ready(loaded, args, screen)
@@ -319,6 +337,19 @@ def _show_memory(topology: Topology) -> None:
         Screen(sys.stdout).show(described(topology, trained_model(topology)))
     except (OSError, ValueError):  # `_ready` prints the reason
         return
+
+
+def _show_files(topology: Topology) -> None:
+    """Print which files of home other nodes fetch if they lack them."""
+    if len(topology.nodes) == 1:
+        return
+    from runtime.node.run_files import needed_on, sizes_of  # imports the bus, which other commands do not need
+
+    for node in topology.nodes:
+        sizes = {} if node == home_node(topology) else sizes_of(needed_on(topology, node))
+        if sizes:
+            named = ", ".join(f"{key} ({each})" for key, each in sizes.items())
+            Screen(sys.stdout).show(f"  files    {node} fetches from home what it lacks: {named}")
 
 
 def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
@@ -358,6 +389,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     problems: tuple[Problem, ...] = ()
     _import_ahead()
     try:
+        loaded = _with_files(loaded, args, screen)
         topology = _ready(loaded, args, screen)
         topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
     except TopologyError as error:
@@ -397,6 +429,30 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     if args.json:
         Screen(sys.stdout).show(end.result_json)
     return end.exit_code
+
+
+def _coming(loaded: LoadedTopology, node: str) -> tuple[str, ...]:
+    """Return the settings whose files this node lacks, and fetches from home at a start."""
+    if len(loaded.topology.nodes) == 1 or node == home_node(loaded.topology):
+        return ()
+    from runtime.node.run_files import lacking  # imports the bus, which other commands do not need
+
+    return tuple(each.key for each in lacking(loaded, node))
+
+
+def _with_files(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> LoadedTopology:
+    """Fetch the files that this node lacks, and return the topology with their paths. Raises TopologyError."""
+    node = _node_of(loaded.topology, args.node)
+    if not _coming(loaded, node):
+        return loaded
+    from runtime.node.planning import StartOptions
+    from runtime.node.start import RunRefused, with_files_from_home
+
+    options = StartOptions(node=node, command="", bus_login=loaded.bus_login, join=args.join, fresh=args.fresh)
+    try:
+        return with_files_from_home(loaded, options, screen.show)
+    except RunRefused as error:
+        raise WrongInput(str(error)) from error
 
 
 def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:

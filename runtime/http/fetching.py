@@ -1,4 +1,4 @@
-"""Fetches a weight version from the rooms of other nodes, piece by piece, on the calling thread and some more.
+"""Fetches weight versions and other files from the rooms of other nodes, piece by piece, on some threads.
 
 Each piece is compared with its sum before it is stored, so a stored piece is right, whichever node sent it. A node that
 sends wrong bytes is named and left out. What was stored before a crash, or from a node that died, is kept. A request
@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -36,6 +37,7 @@ from runtime.models.manifest import (
     verified_pieces,
 )
 from runtime.models.versions import name_of, needed_for, on_disk, versions_in
+from runtime.util.disk import free_bytes, no_space
 from runtime.util.files import begin_directory, complete_directory, hidden_name, write_atomically
 
 log = structlog.get_logger()
@@ -64,7 +66,7 @@ _Piece = tuple[ManifestFile, int]  # and its index
 
 
 class _Wanted(NamedTuple):
-    """A version to be fetched: its manifest, and that as it was published."""
+    """What is to be fetched: its manifest, and that as it was published."""
 
     digest: str
     manifest: Manifest
@@ -85,12 +87,32 @@ class Fetcher:
         self, root: Path, room: Room, known: Callable[[], Sequence[RoomAddress]], show: Callable[[str], None]
     ) -> None:
         self.root = root
-        self.num_active = 0  # fetches in progress
         self._room = room
         self._known = known
         self._show = show
-        for _, place in versions_in(root):
+        self._active: set[_Asking] = set()
+        for place in (*(place for _, place in versions_in(root)), *root.glob("files/[!.]*")):
             self._seed(place)
+
+    @property
+    def num_active(self) -> int:
+        """Fetches in progress."""
+        return len(self._active)
+
+    def stop(self) -> None:
+        """End fetches in progress: they raise FetchFailed. Safe to call from any thread."""
+        for asking in [*self._active]:
+            asking.stop()
+
+    @contextmanager
+    def _asking_rooms(self) -> Generator["_Asking"]:
+        asking = _Asking(self._known, self._show)
+        self._active.add(asking)
+        try:
+            yield asking
+        finally:
+            self._active.discard(asking)
+            asking.close()
 
     def fetch(self, digest: str, *, held: Collection[Version] = (), verifies: bool = False) -> Path:
         """Return the directory of a version; fetch it, and what its deltas begin from. One call at a time.
@@ -104,51 +126,71 @@ class Fetcher:
             FetchFailed: no node sent a part of it.
             OSError: it cannot be stored.
         """
-        self.num_active += 1
-        asking = _Asking(self._known, self._show)
-        try:
+        with self._asking_rooms() as asking:
             self.root.mkdir(parents=True, exist_ok=True)
             chain = [self._wanted(digest, asking)]
             while (first := chain[-1].manifest).base and first.base_version not in held:
                 chain.append(self._wanted(first.base, asking))
             for wanted in reversed(chain):
-                self._complete(wanted, asking, verifies=verifies)
-            version = chain[0].manifest.version
-            self._forget_old(version)
-            return self.root / name_of(version.number)
-        finally:
-            asking.close()
-            self.num_active -= 1
+                self._complete(self._place_of(wanted), wanted, asking, verifies=verifies)
+            if (version := chain[0].manifest.version) is not None:
+                self._forget_old(version)
+            return self._place_of(chain[0])
+
+    def fetch_files(self, digest: str, place: Path) -> Path:
+        """Return a directory with the files of a manifest; fetch what it lacks. One call at a time.
+
+        Args:
+            digest: of the manifest, as announced.
+            place: the directory. It gets this name once it is complete.
+
+        Raises:
+            FetchFailed: no node sent a part of it.
+            OSError: it cannot be stored.
+        """
+        with self._asking_rooms() as asking:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            there = (_manifest_at(each, digest) for each in (place, hidden_name(place)))
+            wanted = next((found for found in there if found is not None), None)
+            self._complete(place, wanted or self._asked(digest, asking), asking, verifies=False)
+            return place
+
+    def _place_of(self, wanted: _Wanted) -> Path:
+        if (version := wanted.manifest.version) is None:
+            raise FetchFailed(f"the manifest {wanted.digest} is not of a version", unusable=True)
+        return self.root / name_of(version.number)
 
     def _wanted(self, digest: str, asking: "_Asking") -> _Wanted:
         for _, place in versions_in(self.root):
-            try:
-                content = (place / MANIFEST).read_bytes()
-                return _Wanted(digest, manifest_in(content, digest), content)
-            except (OSError, ValueError):  # another version
-                continue
+            if (found := _manifest_at(place, digest)) is not None:
+                return found
+        return self._asked(digest, asking)
+
+    def _asked(self, digest: str, asking: "_Asking") -> _Wanted:
         return asking.until_right(
             "the manifest", digest, lambda content: _Wanted(digest, manifest_in(content, digest), content)
         )
 
-    def _complete(self, wanted: _Wanted, asking: "_Asking", *, verifies: bool) -> None:
-        """Have a version complete on the disk, and serve it."""
+    def _complete(self, place: Path, wanted: _Wanted, asking: "_Asking", *, verifies: bool) -> None:
+        """Have a version, or other files, complete on the disk, and serve them."""
         manifest = wanted.manifest
-        place = self.root / name_of(manifest.version.number)
         if place.exists():
             if _digest_in(place) == wanted.digest and not (verifies and _lacks(place, manifest)):
+                self._seed(place)
                 return
             shutil.rmtree(place)
         begin, partial = time.perf_counter(), _begun(place, wanted)
         there = verified_pieces(partial, manifest)
+        needed = sum(manifest.size_of(file, each) for file in manifest.files for each in _absent(file, there))
+        if needed > free_bytes(partial):
+            raise no_space(place, needed)
         self._room.offer(
             {
                 file.digest: Offered(partial / file.name, file.size_bytes, manifest.piece_bytes, there[file.name])
                 for file in manifest.files
             }
         )
-        todo = [(file, piece) for file in manifest.files for piece in range(len(file.pieces))]
-        todo = [(file, piece) for file, piece in todo if piece not in there[file.name]]
+        todo = [(file, piece) for file in manifest.files for piece in _absent(file, there)]
         random.shuffle(todo)  # nodes that begin together fetch different pieces first, and then each other's
 
         def fetch(each: _Piece) -> None:
@@ -167,9 +209,9 @@ class Fetcher:
         complete_directory(partial, place)
         self._seed(place)
         took_s = time.perf_counter() - begin
-        log.info(
-            "weights_fetched", weight_version=manifest.version.number, took_s=took_s, bytes_from=dict(asking.bytes_from)
-        )
+        event = "files_fetched" if manifest.version is None else "weights_fetched"
+        of = {"title": manifest.title} if manifest.version is None else {"weight_version": manifest.version.number}
+        log.info(event, took_s=took_s, bytes_from=dict(asking.bytes_from), **of)
 
     def _seed(self, place: Path) -> None:
         try:
@@ -242,6 +284,10 @@ class _Asking:
         self._opened: list[http.client.HTTPConnection] = []
         self._local = threading.local()
 
+    def stop(self) -> None:
+        """Fail: the caller is not interested any more."""
+        self._failed = True
+
     def close(self) -> None:
         """Close all connections."""
         for connection in self._opened:
@@ -271,7 +317,7 @@ class _Asking:
                 raise ValueError(f"its sha256 is {found}, expected {file.pieces[piece]}")
             return content
 
-        what = f"piece {piece} of {file.name} of version {manifest.version.number}"
+        what = f"piece {piece} of {file.name} of {manifest.shown}"
         return self.until_right(what, file.digest, compared, (begin, size))
 
     def until_right(self, what: str, digest: str, read: Callable[[bytes], T], part: tuple[int, int] | None = None) -> T:
@@ -399,10 +445,25 @@ def _begun(place: Path, wanted: _Wanted) -> Path:
     if _digest_in(partial) != wanted.digest:
         begin_directory(place)
     for file in wanted.manifest.files:
+        (partial / file.name).parent.mkdir(parents=True, exist_ok=True)
         with (partial / file.name).open("ab") as opened:
             opened.truncate(file.size_bytes)
     write_atomically(partial / MANIFEST, wanted.content)
     return partial
+
+
+def _manifest_at(place: Path, digest: str) -> _Wanted | None:
+    """Return the manifest in a directory, if it is that of a digest."""
+    try:
+        content = (place / MANIFEST).read_bytes()
+        return _Wanted(digest, manifest_in(content, digest), content)
+    except (OSError, ValueError):  # another one
+        return None
+
+
+def _absent(file: ManifestFile, there: Mapping[str, Collection[int]]) -> list[int]:
+    """Return the indices of the pieces that are not there."""
+    return [piece for piece in range(len(file.pieces)) if piece not in there[file.name]]
 
 
 def _digest_in(place: Path) -> str:

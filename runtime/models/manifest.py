@@ -1,7 +1,7 @@
-"""The manifest of a published weight version: its files with the sha256 of each of their pieces.
+"""The manifest of a published weight version, or of other files of a run: with the sha256 of each of their pieces.
 
-Nodes that do not see the directory of a version fetch it by its manifest. The digest of the manifest is announced, and
-its sums cover every byte. So each piece is verified on its own, whichever node it comes from.
+Nodes that do not see the files fetch them by their manifest. The digest of the manifest is announced, and its sums
+cover every byte. So each piece is verified on its own, whichever node it comes from.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ MANIFEST: Final = "manifest.json"  # in a published version
 PIECE_BYTES: Final = 8 << 20
 MAX_MANIFEST_BYTES: Final = 64 << 20
 _THREADS: Final = 4  # pieces hashed at a time
+MAX_DEPTH: Final = 4  # of a name: folders, and the file
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_PART: Final = re.compile(r"(?!\.\.?$)[^/\x00-\x1f\x7f]{1,200}")  # of a name that may lie in a folder
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -38,9 +40,9 @@ class FetchFailed(Exception):
 
 
 class ManifestFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a version."""
+    """One file."""
 
-    name: str
+    name: str  # in the directory; of a version without a folder
     size_bytes: int
     pieces: tuple[str, ...]  # sha256 of each, in hexadecimal digits
 
@@ -53,7 +55,8 @@ class ManifestFile(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `manifest.json`."""
 
-    version: Version
+    version: Version | None = None  # None: other files of the run
+    title: str = ""  # of other files: the setting that names them
     base: str = ""  # for a delta: digest of the manifest of the version that it applies to
     base_version: Version | None = None  # for a delta
     piece_bytes: int = PIECE_BYTES
@@ -61,15 +64,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         names = [file.name for file in self.files]
-        if len({*names}) != len(names) or MANIFEST in names or not all(map(_NAME.fullmatch, names)):
-            raise ValueError(f"the manifest of version {self.version.number} has files of wrong names: {names}")
+        allowed = _is_path if self.version is None else _NAME.fullmatch
+        if len({*names}) != len(names) or MANIFEST in names or not all(map(allowed, names)):
+            raise ValueError(f"the manifest of {self.shown} has files of wrong names: {names}")
         if self.piece_bytes < 1 or (self.base and not _SHA256.fullmatch(self.base)):
-            raise ValueError(f"the manifest of version {self.version.number} is not one")
+            raise ValueError(f"the manifest of {self.shown} is not one")
         for file in self.files:
             if len(file.pieces) != -(-file.size_bytes // self.piece_bytes) or not all(
                 map(_SHA256.fullmatch, file.pieces)
             ):
                 raise ValueError(f"{file.name}: {file.size_bytes} bytes do not have {len(file.pieces)} pieces")
+
+    @property
+    def shown(self) -> str:
+        """How messages name what the files are."""
+        return self.title if self.version is None else f"version {self.version.number}"
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.files)
 
     def size_of(self, file: ManifestFile, piece: int) -> int:
         """Return the size of a piece in bytes."""
@@ -90,20 +104,33 @@ def write_manifest(
     Raises:
         OSError: a file cannot be read, or the manifest not be written.
     """
-    found = [(file.name, file.stat().st_size) for file in sorted(directory.iterdir()) if file.name != MANIFEST]
-    todo = [(directory / name, at) for name, size in found for at in range(0, size, piece_bytes)]
-    with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="manifest") as executor:
-        sums = executor.map(_sum_at, [file for file, _ in todo], [at for _, at in todo], [piece_bytes] * len(todo))
-    files = tuple(
-        ManifestFile(name=name, size_bytes=size, pieces=tuple(next(sums) for _ in range(0, size, piece_bytes)))
-        for name, size in found
-    )
+    files = files_of({file.name: file for file in directory.iterdir() if file.name != MANIFEST}, piece_bytes)
     digest, base_version = base or ("", None)
     content = msgspec.json.encode(
         Manifest(version=version, base=digest, base_version=base_version, piece_bytes=piece_bytes, files=files)
     )
     write_atomically(directory / MANIFEST, content)
     return hashlib.sha256(content).hexdigest()
+
+
+def files_of(paths: Mapping[str, Path], piece_bytes: int = PIECE_BYTES) -> tuple[ManifestFile, ...]:
+    """Return files with the sums of their pieces, in the order of their names.
+
+    Args:
+        paths: each by the name that it gets.
+        piece_bytes: size of a piece.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = [(name, paths[name], paths[name].stat().st_size) for name in sorted(paths)]
+    todo = [(path, at) for _, path, size in found for at in range(0, size, piece_bytes)]
+    with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="manifest") as executor:
+        sums = executor.map(_sum_at, [path for path, _ in todo], [at for _, at in todo], [piece_bytes] * len(todo))
+    return tuple(
+        ManifestFile(name=name, size_bytes=size, pieces=tuple(next(sums) for _ in range(0, size, piece_bytes)))
+        for name, _, size in found
+    )
 
 
 def manifest_in(content: bytes, digest: str) -> Manifest:
@@ -149,6 +176,11 @@ def verified_pieces(directory: Path, manifest: Manifest) -> Mapping[str, set[int
         if is_right:
             found[file.name].add(piece)
     return found
+
+
+def _is_path(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= MAX_DEPTH and all(map(_PART.fullmatch, parts))
 
 
 def _sum_at(file: Path, begin: int, size: int) -> str:

@@ -6,7 +6,7 @@ facts, and starts nothing before home has answered.
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -203,7 +203,7 @@ class Acceptance:
             home=self._start,
             refusals=tuple(map(str, compare(self._topology, facts))),
             missing=tuple(_missing(node, wait_s) for node, wait_s in nodes.items() if node not in statements),
-            seen=tuple(_line(node, each) for node, each in facts.items()),
+            seen=tuple(_line(node, each, facts[self._node].gives) for node, each in facts.items()),
         )
         for node, statement in statements.items():
             await bus.kv.put(_answer_key(node), msgspec.structs.replace(answer, start=statement.start))
@@ -326,11 +326,13 @@ def _missing(node: str, wait_s: float) -> str:
     return f"node {node} did not come within {wait_s:g} s (nodes.{node}.wait_s)"
 
 
-def _line(node: str, facts: NodeFacts) -> str:
+def _line(node: str, facts: NodeFacts, gives: Mapping[str, str]) -> str:
     """Format the facts of a node for people."""
+    named = ", ".join(f"{key} ({gives[key]})" for key in facts.lacks if key in gives)
+    fetches = f"fetches {named}" if named else ""
     versions = (f"{name} {version}" for name, version in facts.versions.items())
     clock = "" if facts.clock_ahead_s is None else f"clock {facts.clock_ahead_s:+.1f} s"
-    parts = [f"host {facts.host}", facts.address, count_of(facts.gpus, "GPU"), *versions, clock]
+    parts = [f"host {facts.host}", facts.address, count_of(facts.gpus, "GPU"), *versions, clock, fetches]
     return f"node {node}: {'; '.join(filter(None, parts))}"
 
 

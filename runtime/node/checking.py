@@ -10,6 +10,7 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from runtime.bus.addresses import host_port, split_host_port
 from runtime.bus.bus import Bus
@@ -25,6 +26,7 @@ from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined, write_join
 from runtime.node.network import NodeAddress
 from runtime.node.reopen import server_in
+from runtime.node.run_files import given_by_home, sizes_of
 from runtime.node.start import RunRefused, node_address
 from runtime.process.logs import silenced
 from runtime.settings.placement import bus_port, home_node, roles_of, trainer_nodes
@@ -37,7 +39,15 @@ STREAMS: Final = StreamLimits(event_bytes=MIB, work_bytes=MIB, data_bytes=MIB, d
 ANSWER_WITHIN_S: Final = 30.0  # after the last node came, or its wait_s has passed
 
 
-def check_nodes(topology: Topology, node: str, problems: Sequence[Problem], *, join: Path | None, show: Show) -> Answer:
+def check_nodes(
+    topology: Topology,
+    node: str,
+    problems: Sequence[Problem],
+    *,
+    join: Path | None,
+    coming: Sequence[str] = (),
+    show: Show,
+) -> Answer:
     """Compare this machine with those of the other nodes, on which the same command runs. Nothing of it stays.
 
     Args:
@@ -45,6 +55,7 @@ def check_nodes(topology: Topology, node: str, problems: Sequence[Problem], *, j
         node: the node that this machine is.
         problems: of its own checks.
         join: join file of the check; none: the one in the run directory.
+        coming: settings whose files this node lacks, and would fetch at a start.
         show: prints a line for the user.
 
     Raises:
@@ -56,8 +67,10 @@ def check_nodes(topology: Topology, node: str, problems: Sequence[Problem], *, j
             if node == home_node(topology):
                 address = node_address(topology, node, None)
                 facts = facts_here(topology, node, problems=problems, address=address.announced)
+                sizes = {key: str(each) for key, each in sizes_of(given_by_home(topology)).items()}
+                facts = msgspec.structs.replace(facts, gives=sizes)
                 return anyio.run(partial(_at_home, topology, node, facts, run_dir, address, show))
-            return _elsewhere(topology, node, problems, run_dir, join or run_dir / JOIN_FILE, show)
+            return _elsewhere(topology, node, problems, run_dir, join or run_dir / JOIN_FILE, coming, show)
     except (BusError, OSError) as error:
         raise RunRefused(f"the nodes cannot be compared: {error}") from error
 
@@ -145,7 +158,13 @@ def _run_dir_of_a_check(run_dir: Path) -> Generator[str]:
 
 
 def _elsewhere(
-    topology: Topology, node: str, problems: Sequence[Problem], run_dir: Path, path: Path, show: Show
+    topology: Topology,
+    node: str,
+    problems: Sequence[Problem],
+    run_dir: Path,
+    path: Path,
+    coming: Sequence[str],
+    show: Show,
 ) -> Answer:
     """Find the bus of the check, or of the run if it runs, state the facts of this node there, and return the answer.
 
@@ -159,6 +178,7 @@ def _elsewhere(
         assert join is not None  # only of a finished run
         address = node_address(topology, node, join.url)
         facts = facts_here(topology, node, problems=problems, address=address.announced)
+        facts = msgspec.structs.replace(facts, lacks=tuple(coming))
         return anyio.run(_state, topology, node, facts, run_dir, join)
     except NotJoined as error:
         missing = f"node {home} did not come within {wait_s:g} s (nodes.{node}.wait_s): {error}"

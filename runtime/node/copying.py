@@ -22,7 +22,8 @@ from runtime.models.manifest import FetchFailed
 from runtime.models.versions import name_of, versions_in
 
 if TYPE_CHECKING:
-    from runtime.node.sharing import WeightSharing
+    from runtime.node.node_room import NodeRoom
+    from runtime.node.sharing import Sharing
 
 log = structlog.get_logger()
 
@@ -45,7 +46,7 @@ class LocalCopies:
     A copy in progress cannot be interrupted. It runs on a daemon thread, so that stopping does not wait for it.
     """
 
-    def __init__(self, directory: Path, sharing: "WeightSharing | None" = None) -> None:
+    def __init__(self, directory: Path, sharing: "NodeRoom | Sharing | None" = None) -> None:
         """Use a directory that belongs to this node only. With `sharing`, versions are fetched by their manifest."""
         self._sharing = sharing
         self._directory = directory.resolve()

@@ -5,7 +5,6 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -35,6 +34,7 @@ from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
+from runtime.node.node_room import NodeRoom
 from runtime.node.other_nodes import OtherNodes
 from runtime.node.outage import Outage, explains_silence, watch_bus
 from runtime.node.page_url import show_page
@@ -53,9 +53,6 @@ from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Secret, split_login, with_login, without_logins
 from runtime.util.threads import BoundedThreads
-
-if TYPE_CHECKING:
-    from runtime.node.sharing import WeightSharing
 
 log = structlog.get_logger()
 
@@ -113,6 +110,7 @@ class NodeDaemon:
             started=self._others.started,
             lost=self._others.lost,
         )
+        self._room = NodeRoom(plan, self._show)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._unpublished_changes = send, receive
         self._all_published = anyio.Event()
@@ -281,7 +279,8 @@ class NodeDaemon:
         await self._begin(bus, incarnation)
         await self._others.open(bus)  # now later events are of this start
         if self._others.are_refused:
-            async with in_background(partial(self._others.refuse_all, bus)):
+            refusing = partial(self._room.run, bus, refuses=True)
+            async with in_background(partial(self._others.refuse_all, bus)), in_background(refusing):
                 await self._ending.wait()
             return
         key = await engine_key(bus.kv)
@@ -292,7 +291,7 @@ class NodeDaemon:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
             started = with_secrets(spec, incarnation, key, self._bus_url, self._certificate)
             self._supervision.start(started, agreement)
-        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node, sharing := self._sharing())
+        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node, self._room)
         handlers: dict[type[Message], Handler] = {
             KillRequested: partial(self._kill, bus),
             LocalCopyRequested: copies.answer,
@@ -300,8 +299,7 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
-            if sharing is not None:
-                tasks.start_soon(sharing.run, bus)
+            tasks.start_soon(self._room.run, bus)
             if has_page:
                 show_page_lines = partial(show_page, shows_secret=self._is_terminal)
                 tasks.start_soon(show_page_lines, self._plan.run_dir, self._plan.run, self._show)
@@ -329,13 +327,6 @@ class NodeDaemon:
                 await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
-
-    def _sharing(self) -> "WeightSharing | None":
-        if not self._plan.shares_weights:
-            return None
-        from runtime.node.sharing import WeightSharing  # with aiohttp, which other runs need not load
-
-        return WeightSharing(self._plan, self._show)
 
     async def _begin(self, bus: Bus, incarnation: int) -> None:
         """Note where this start begins in the log, before any of its processes writes."""

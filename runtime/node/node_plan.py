@@ -11,6 +11,7 @@ from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.missing import Need
 from runtime.node.network import NodeAddress
+from runtime.node.run_files import RunFile
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.settings.processes import ProcessSpec
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
@@ -53,6 +54,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true on the node that owns the streams
     shares_weights: bool = False  # nodes fetch weights from each other, because they share no directory
+    given: tuple[RunFile, ...] = ()  # at home: what nodes that lack it may fetch
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 15.0
     stream_bytes: int = 0  # maximum size of the streams in the run directory

@@ -16,6 +16,7 @@ from runtime.node.join import Join
 from runtime.node.missing import Need, needs_of_run, waits_of
 from runtime.node.network import NodeAddress
 from runtime.node.node_plan import NodePlan
+from runtime.node.run_files import given_by_home
 from runtime.settings.derived import trains_demonstrations
 from runtime.settings.placement import LOOPBACK, bus_node, bus_port, home_node, outage_s
 from runtime.settings.plan import stream_limits
@@ -108,6 +109,7 @@ def plan_of(
         takes_over=options.take_over,
         keeps_metrics=is_home,
         shares_weights=fetches_weights(topology) and len(topology.nodes) > 1,
+        given=given_by_home(topology) if is_home else (),
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
         min_free_bytes=min_free_bytes(topology),

@@ -1,6 +1,6 @@
-"""Weights between nodes that share no directory: this node's room, the rooms of the others, and what it fetches."""
+"""Files between nodes that share no directory: this node's room, the rooms of the others, and what it fetches."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -11,10 +11,10 @@ from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.http.fetching import Fetcher, Published
-from runtime.http.room import Room, RoomAddress, open_room
+from runtime.http.room import Offered, Room, RoomAddress, open_room
 from runtime.models.delta import Version
 from runtime.models.versions import WEIGHTS
-from runtime.node.node_plan import NodePlan
+from runtime.node.network import NodeAddress
 from runtime.settings.placement import LOOPBACK
 
 log = structlog.get_logger()
@@ -24,23 +24,35 @@ LOOK_EVERY_S: Final = 1.0  # for rooms of other nodes, while this one fetches
 RELEASE_S: Final = 1.0
 
 
-class WeightSharing:
-    """Serves this node's weights to the others, and fetches theirs.
+class Sharing:
+    """Serves this node's weights and files to the others, and fetches theirs.
 
-    Home serves what its trainer publishes. Another node serves what it has fetched and verified.
+    Home serves what its trainer publishes and what it was asked for. Another node serves what it has fetched and
+    verified.
+
+    Args:
+        run_dir: of the run, on this machine.
+        node: this node.
+        address: its address; None: loopback.
+        is_home: whether it is home.
+        show: prints a line for the user.
     """
 
-    def __init__(self, plan: NodePlan, show: Callable[[str], None]) -> None:
-        self._plan = plan
+    def __init__(
+        self, run_dir: Path, node: str, address: NodeAddress | None, *, is_home: bool, show: Callable[[str], None]
+    ) -> None:
+        self._node = node
+        self._address = address
+        self._is_home = is_home
         self._others: tuple[RoomAddress, ...] = ()
-        published = Published(plan.run_dir / WEIGHTS)
-        self._room = Room(published.look) if plan.owns_streams else Room()
-        root = plan.run_dir / FETCHED / plan.node
-        self._fetcher = None if plan.owns_streams else Fetcher(root, self._room, lambda: self._others, show)
+        published = Published(run_dir / WEIGHTS)
+        self._room = Room(published.look) if is_home else Room()
+        self._root = run_dir / FETCHED / node
+        self._fetcher = Fetcher(self._root, self._room, lambda: self._others, show)
 
     def fetches(self, manifest: str) -> bool:
         """Whether this node fetches a version; otherwise it reads the published files."""
-        return self._fetcher is not None and bool(manifest)
+        return not self._is_home and bool(manifest)
 
     def fetch(self, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
         """Return the directory of a version. Blocks; one call at a time.
@@ -54,8 +66,19 @@ class WeightSharing:
             FetchFailed: no node sent a part of it.
             OSError: it cannot be stored.
         """
-        assert self._fetcher is not None, "home reads its own files"
         return self._fetcher.fetch(manifest, held=held, verifies=verifies)
+
+    def fetch_files(self, manifest: str, name: str) -> Path:
+        """Return the directory of other files, by its name in that of all that is fetched. Raises as `fetch` does."""
+        return self._fetcher.fetch_files(manifest, self._root / name)
+
+    def offer(self, offered: Mapping[str, Offered]) -> None:
+        """Serve files under their digests. Safe to call from any thread."""
+        self._room.offer(offered)
+
+    def stop(self) -> None:
+        """End fetches in progress: they raise FetchFailed."""
+        self._fetcher.stop()
 
     async def run(self, bus: Bus) -> None:
         """Keep the room open and known, and know those of others. Never returns.
@@ -63,18 +86,18 @@ class WeightSharing:
         Raises:
             OSError: this node cannot listen at its address.
         """
-        address, plan = self._plan.address, self._plan
+        address = self._address
         host, announced = (LOOPBACK, LOOPBACK) if address is None else (address.ip, address.announced)
-        async with open_room(self._room, plan.node, host, announced, is_home=plan.owns_streams) as own:
+        async with open_room(self._room, self._node, host, announced, is_home=self._is_home) as own:
             log.info("room_opened", host=host, port=own.port)
-            key = f"room.{plan.node}"
+            key = f"room.{self._node}"
             try:
                 while True:
                     await self._renew(bus, key, own)
                     renew_at = anyio.current_time() + RENEW_EVERY_S
                     while anyio.current_time() < renew_at:
                         await anyio.sleep(LOOK_EVERY_S)
-                        if self._fetcher is not None and self._fetcher.num_active:
+                        if self._fetcher.num_active:
                             await self._look(bus)
             finally:
                 with anyio.move_on_after(RELEASE_S, shield=True):
@@ -97,4 +120,4 @@ class WeightSharing:
             log.warning("rooms_unknown", error=str(error))
             return
         rooms = (entry.value for entry in found)
-        self._others = tuple(room for room in rooms if room is not None and room.node != self._plan.node)
+        self._others = tuple(room for room in rooms if room is not None and room.node != self._node)

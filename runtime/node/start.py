@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import structlog
 
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.node.acceptance import READ_WITHIN_S, Acceptance, Answer, NodeStatement, NotAnswered
@@ -48,11 +49,14 @@ from runtime.node.network import (
 )
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.planning import LOGS, SpecsOf, StartOptions, bus_login, plan_of
+from runtime.node.run_files import Brought, RunFile, bring, lacking, path_of, problems_of, with_files
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.node.versions import record_versions
 from runtime.process.logs import configure_logging, silenced
 from runtime.report.summary import KeptCheckpoint, Result, checkpoint_lines, with_checkpoint
+from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import AUTO, BUS_PORT, address_setting, home_node, is_loopback, is_networked
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology, encode_topology
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
@@ -60,7 +64,7 @@ from runtime.util.files import write_atomically
 from runtime.util.formatting import printable_json
 from runtime.util.secrets import Secret, with_login, without_logins
 
-__all__ = ["End", "RunRefused", "node_address", "start"]
+__all__ = ["End", "RunRefused", "node_address", "start", "with_files_from_home"]
 
 KeptOf = Callable[[Path], KeptCheckpoint | None]  # None: the run directory has no checkpoint
 STATE_WITHIN_S = 60.0  # for the problems of a node
@@ -162,23 +166,7 @@ def _take_part(
     """
     node, join = options.node, None
     if topology.bus.url is None:
-        wait_s = _wait_s(topology, options)
-        path = options.join or run_dir / JOIN_FILE
-        try:
-            join = anyio.run(
-                partial(
-                    joined,
-                    path,
-                    topology.run.name,
-                    run_dir,
-                    wait_s=wait_s,
-                    show=show,
-                    is_finished=lambda: options.fresh is None and _finished(topology, run_dir) is not None,
-                )
-            )
-        except NotJoined as error:
-            why = f"found no bus of run {topology.run.name} within {wait_s:g} s (nodes.{node}.wait_s)"
-            raise RunRefused("\n".join([*map(str, options.problems), f"node {node} {why}: {error}"])) from error
+        join = _joined(topology, options, run_dir, _wait_s(topology, options), show)
         if join is None:
             stored = _finished(topology, run_dir)
             if stored is None:
@@ -202,6 +190,52 @@ def _take_part(
             if not is_full(error):
                 raise
             raise RunRefused(str(no_space_of(error, run_dir))) from error
+
+
+def with_files_from_home(loaded: LoadedTopology, options: StartOptions, show: Show) -> LoadedTopology:
+    """Fetch the files that this node lacks from the nodes of the run, and return the topology with their paths.
+
+    They come into the run directory. If the run is finished, the topology is unchanged.
+
+    Raises:
+        RunRefused: this node has no address, or the run's bus was not found in time.
+        TopologyError: some did not come; each problem has the reason.
+    """
+    files = lacking(loaded, options.node)
+    brought = _brought(loaded.topology, options, files, show)
+    if brought.missing:
+        raise TopologyError(problems_of(files, brought.missing))
+    return with_files(
+        loaded, {each.key: path_of(brought.paths[each.key], each) for each in files if each.key in brought.paths}
+    )
+
+
+def _brought(topology: Topology, options: StartOptions, files: Sequence[RunFile], show: Show) -> Brought:
+    from runtime.node.sharing import Sharing  # with aiohttp, which nodes that have all files need not load
+
+    node, run_dir = options.node, Path(topology.run.dir) / topology.run.name
+    wait_s, join = topology.nodes[node].wait_s, None
+    if topology.bus.url is None:
+        join = _joined(topology, options, run_dir, wait_s, show)
+        if join is None:  # the run is finished
+            return Brought({}, {})
+    url = with_login(topology.bus.url or "", bus_login(topology, options)) if join is None else join.url_with_login
+    address = node_address(topology, node, topology.bus.url if join is None else join.url)
+    certificate = None if join is None else join.certificate
+    sharing = Sharing(run_dir, node, address, is_home=False, show=show)
+
+    async def fetch() -> Brought:
+        async with (
+            Bus.connect(url, topology.run.name, name=f"files-{node}", limits=LIMITS, certificate=certificate) as bus,
+            in_background(partial(sharing.run, bus)),
+        ):
+            return await bring(bus, sharing, node, [each.key for each in files], wait_s=wait_s, show=show)
+
+    try:
+        with silenced():
+            return anyio.run(fetch)
+    except (BusError, OSError) as error:
+        return Brought({}, {each.key: str(error) for each in files})
 
 
 def node_address(topology: Topology, node: str, bus_url: str | None) -> NodeAddress:
@@ -260,6 +294,26 @@ def _state_facts(
     if refusals or options.problems:
         raise RunRefused("\n".join(refusals or map(str, options.problems)))
     return statement
+
+
+def _joined(topology: Topology, options: StartOptions, run_dir: Path, wait_s: float, show: Show) -> Join | None:
+    """Wait for the bus of the run; return None if the run is finished.
+
+    Raises:
+        RunRefused: there was none in time.
+    """
+    node, path = options.node, options.join or run_dir / JOIN_FILE
+    waiting = partial(joined, path, topology.run.name, run_dir, wait_s=wait_s, show=show)
+    try:
+        is_over = partial(_is_over, topology, options, run_dir)
+        return anyio.run(partial(waiting, is_finished=is_over))
+    except NotJoined as error:
+        why = f"found no bus of run {topology.run.name} within {wait_s:g} s (nodes.{node}.wait_s)"
+        raise RunRefused("\n".join([*map(str, options.problems), f"node {node} {why}: {error}"])) from error
+
+
+def _is_over(topology: Topology, options: StartOptions, run_dir: Path) -> bool:
+    return options.fresh is None and _finished(topology, run_dir) is not None
 
 
 def _wait_s(topology: Topology, options: StartOptions) -> float:

@@ -20,15 +20,26 @@ from tests.support.machines.lan import ROOT, machines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
 
+KEEP = "def keep(group):\n    return True\n"
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 
 
 @contextmanager
-def trained_apart(tmp_path: Path, transport: str, more: str) -> Iterator[tuple[Path, Path]]:
-    """The run directories of home and of another machine, which share none, after five steps."""
+def trained_apart(tmp_path: Path, transport: str, more: str, *, own: Path | None = None) -> Iterator[tuple[Path, Path]]:
+    """The run directories of home and of another machine, which share none, after five steps.
+
+    Args:
+        tmp_path: for the topology and all directories.
+        transport: of weights.
+        more: of the topology.
+        own: directory that home alone has.
+    """
     file, run_dir = apart(tmp_path, transport=transport, more=more), tmp_path / "runs" / "apart"
-    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+    with machines(shared=[tmp_path], own=[tmp_path / "runs", *([own] if own else [])]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
+        if own is not None:
+            shutil.copytree(MODEL, n0.path(own / "tiny"))
+            n0.path(own / "keep.py").write_text(KEEP)
         home = start(n0, file, "local")
         other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
         other.wait_for("node n1 joins run apart", 60)
@@ -62,8 +73,12 @@ def test_weights_by_collective_need_no_common_directory(tmp_path: Path, more: st
         pytest.param('rollout.nodes = ["local", "n1"]\ntrainer.full_export_interval = 3', id="deltas, one on each"),
     ],
 )
-def test_nodes_without_a_common_directory_fetch_weights_from_each_other(tmp_path: Path, more: str) -> None:
-    with trained_apart(tmp_path, "http", more) as (here, there):
+def test_nodes_without_a_common_directory_fetch_weights_model_and_functions(tmp_path: Path, more: str) -> None:
+    (own := tmp_path / "own").mkdir()
+    files = f'model.hf_checkpoint = "{own}/tiny"\nrollout.dynamic_filter = "{own}/keep.py:keep"\n'
+    with trained_apart(tmp_path, "http", files + more, own=own) as (here, there):
+        for name in ("config.json", "tokenizer.json", "keep.py"):
+            assert len([*(there / "fetched" / "n1" / "files").glob(f"*/{name}")]) == 1
         assert len(pids(here, "local", "trainer")) == 1
         log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
         assert not (there / "weights").exists()
@@ -98,23 +113,32 @@ def test_a_trainer_on_both_machines_is_refused_where_the_directory_is_not_common
             assert 'node n1: trainer.nodes = ["local", "n1"]: ' in process.output()
 
 
-@pytest.mark.parametrize("lacks", ["n1", pytest.param("local", marks=pytest.mark.nightly)])
-def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path, lacks: str) -> None:
-    """Without the model of home, the other node waited for nodes.<name>.wait_s."""
+@pytest.mark.nightly
+def test_a_model_that_home_lacks_ends_the_start_on_both(tmp_path: Path) -> None:
+    """The other node waited for nodes.<name>.wait_s."""
     model = tmp_path / "models" / "tiny"
     file = apart(tmp_path, transport="disk", nodes=("n1",), more=f'model.hf_checkpoint = "{model}"')
     with machines(shared=[tmp_path], own=[tmp_path / "models"]) as lan:
         nodes = {"n1": lan.add("n1"), "local": lan.add("n0")}
-        for name, machine in nodes.items():
-            if name != lacks:
-                shutil.copytree(MODEL, machine.path(model))
+        shutil.copytree(MODEL, nodes["n1"].path(model))
         started = {name: start(machine, file, name) for name, machine in nodes.items()}
-        started[lacks].wait_for("this node cannot take part", REFUSED_S)
+        started["local"].wait_for("this node cannot take part", REFUSED_S)
         ends(*started.values(), within_s=REFUSED_S, code=2)
         reason = f'{file}: model.hf_checkpoint = "{model}": no such directory'
-        (fits,) = set(started) - {lacks}
-        assert f"node {lacks}: {reason}" in started[fits].output()
-        assert started[lacks].output().count(reason) == 2  # at once, and as its error
+        assert f"node local: {reason}" in started["n1"].output()
+        assert started["local"].output().count(reason) == 2  # at once, and as its error
+
+
+def test_a_check_says_what_a_machine_would_fetch(tmp_path: Path) -> None:
+    (own := tmp_path / "own").mkdir()
+    file = apart(tmp_path, transport="http", nodes=("n1",), more=f'model.hf_checkpoint = "{own}/tiny"')
+    with machines(shared=[tmp_path], own=[own]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        shutil.copytree(MODEL, n0.path(own / "tiny"))
+        home, other = start(n0, file, "local", "--check"), start(n1, file, "n1", "--check")
+        ends(home, other, within_s=REFUSED_S, code=0)
+        [line] = [line for line in other.output().splitlines() if line.startswith("node n1: host n1; ")]
+        assert "; fetches model.hf_checkpoint (" in line
 
 
 def test_a_changed_recipe_that_home_refuses_ends_the_start_on_both(tmp_path: Path) -> None:

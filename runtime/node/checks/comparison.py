@@ -49,6 +49,9 @@ def _problems(topology: Topology, node: str, own: NodeFacts, before: Mapping[str
     if own.gpus < wanted and f"nodes.{node}.gpus" not in stated:
         yield Problem.of(f"nodes.{node}.gpus", wanted, f"this machine has {own.gpus} GPUs")
     for home in list(before.values())[:1]:
+        for key in own.lacks:
+            if key not in home.gives:
+                yield Problem.of(key, "", "is not here, and home cannot give it")
         yield from () if own.problems else _settings(home, own)
         if own.common_file != home.common_file:
             yield from _without_directory(topology, node, roles_of(topology, node))

@@ -1,6 +1,6 @@
 """The form of all pre-start checks: functions that get a context and yield problems."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -34,6 +34,7 @@ class CheckContext:
         node: the topology's name for this machine; None: the node with the bus.
         fresh: the start discards an existing run of this name.
         elsewhere: the run is to start on other machines: what only these can answer is not checked.
+        coming: settings whose files come from home at a start; they are checked then.
         doing: called before each activity with the key, the value and a description.
     """
 
@@ -44,6 +45,7 @@ class CheckContext:
         *,
         fresh: bool = False,
         elsewhere: bool = False,
+        coming: Collection[str] = (),
         doing: Doing = unlimited,
     ) -> None:
         self.loaded = loaded
@@ -52,6 +54,7 @@ class CheckContext:
         self.roles = roles_of(loaded.topology, self.node)
         self.fresh = fresh
         self.elsewhere = elsewhere
+        self.coming = frozenset(coming)
         self.doing = doing
         self.notes: list[str] = []  # checks append to them
         self.left_out: tuple[str, ...] = ()

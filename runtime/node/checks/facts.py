@@ -39,6 +39,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     common_file: str = ""  # sha256 of home's file in the run directory; "": the node does not see it
     settings: dict[str, Any] = {}  # the resolved topology
     problems: tuple[Problem, ...] = ()  # of the node's own checks
+    gives: dict[str, str] = {}  # in a check, of home: number and size of the files of each setting that nodes may fetch
+    lacks: tuple[str, ...] = ()  # in a check: settings whose files the node would fetch
 
 
 def facts_here(topology: Topology, node: str, *, problems: Iterable[Problem] = (), address: str = "") -> NodeFacts:

@@ -63,6 +63,8 @@ def paths_of(topology: Topology) -> Iterator[str]:
 
 def _model(context: CheckContext, model: NamedModel) -> Iterator[Problem]:
     key, value, directory = model.key, model.name, Path(model.name)
+    if key in context.coming:
+        return
     if model in hub_models(context.loaded):
         yield from _on_hub(context, model)
         return
@@ -110,10 +112,10 @@ def _no_directory(context: CheckContext, key: str, value: str) -> Iterator[Probl
 
 def _data(context: CheckContext, key: str, data: DataConfig) -> Iterator[Problem]:
     for name, path in data.files.items():
-        if not Path(split_slice(path)[0]).is_file():
+        if not Path(split_slice(path)[0]).is_file() and f"{key}.files.{name}" not in context.coming:
             yield context.missing(f"{key}.files.{name}", path, "no such file")
-    if data.path is None:
-        return  # a function or a class, checked with the plug-ins
+    if data.path is None or f"{key}.path" in context.coming:
+        return  # a function or a class is checked with the plug-ins
     file = Path(split_slice(data.path)[0])
     if not file.exists():
         yield context.missing(f"{key}.path", data.path, "no such file")

@@ -63,7 +63,7 @@ def offer(model: NamedModel) -> str:
     about = _query_hub(
         lambda: HfApi(endpoint=constants.ENDPOINT).model_info(model.name, files_metadata=True, timeout=ASK_TIMEOUT_S)
     )
-    files = [file for file in about.siblings or [] if any(Path(file.rfilename).match(p) for p in _patterns(model))]
+    files = [file for file in about.siblings or [] if any(Path(file.rfilename).match(p) for p in patterns_of(model))]
     size = show_bytes(sum(file.size or 0 for file in files))
     return f"a start downloads {len(files)} files of {size} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}"
 
@@ -76,7 +76,7 @@ def download(model: NamedModel) -> Path:
     """
     from huggingface_hub import constants
 
-    wishes = {"endpoint": constants.ENDPOINT, "allow_patterns": _patterns(model)}
+    wishes = {"endpoint": constants.ENDPOINT, "allow_patterns": [*patterns_of(model)]}
     return _query_hub(lambda: _snapshot(model.name, **wishes))
 
 
@@ -105,8 +105,9 @@ def _with_paths(
     return with_topology(loaded, with_values(loaded.topology, lambda key, value, _: paths.get(key, value)))
 
 
-def _patterns(model: NamedModel) -> list[str]:
-    return [*PLAIN, *([WEIGHTS] if model.weights else []), *([CODE] if model.code else [])]
+def patterns_of(model: NamedModel) -> tuple[str, ...]:
+    """Return the names of the files of a model that a run reads, as patterns."""
+    return (*PLAIN, *([WEIGHTS] if model.weights else []), *([CODE] if model.code else []))
 
 
 def _snapshot(name: str, **wishes: Any) -> Path:

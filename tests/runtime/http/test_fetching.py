@@ -1,6 +1,7 @@
 """A node fetches a version from the rooms of others: each byte is compared, and neither a death nor a lie costs it."""
 
 import shutil
+import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,15 @@ async def main():
         await anyio.sleep_forever()
 
 anyio.run(main)
+"""
+CLIENT = """
+import sys, msgspec
+from pathlib import Path
+from runtime.http.fetching import Fetcher
+from runtime.http.room import Room, RoomAddress
+
+address = msgspec.json.decode(sys.stdin.readline(), type=RoomAddress)
+Fetcher(Path(sys.argv[1]), Room(), lambda: [address], print).fetch(sys.argv[2])
 """
 
 
@@ -193,6 +203,23 @@ async def test_a_source_that_is_killed_in_the_middle_costs_what_was_on_its_way(t
             node.known = [back]
             await eventually(lambda: bool(fetched))
     assert is_same(fetched[0], tmp_path / "weights" / "v000001")
+
+
+async def test_a_node_that_is_killed_in_the_middle_has_nothing_under_its_name_and_goes_on(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights", size=800 * PIECE)
+    place, room = tmp_path / "n1" / "v000001", Room(Published(tmp_path / "weights").look)
+    partial = hidden_name(place) / "model.safetensors"
+    async with open_room(room, "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
+        command = [sys.executable, "-c", CLIENT, str(tmp_path / "n1"), digest]
+        async with await anyio.open_process(command, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            await process.stdin.send(msgspec.json.encode(address) + b"\n")
+            await eventually(lambda: partial.exists() and partial.stat().st_blocks > 0)
+            process.kill()
+        assert not place.exists()
+        before = room.sent_bytes
+        assert is_same(await Node(tmp_path / "n1", [address]).fetch(digest), tmp_path / "weights" / "v000001")
+    assert room.sent_bytes - before < 800 * PIECE  # what had come was not sent again
 
 
 async def test_what_was_fetched_before_the_node_was_killed_is_not_fetched_again(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from runtime.bus.bus import Bus
 from runtime.http.room import RoomAddress
 from runtime.models.checksums import checksums_of
 from runtime.node.copying import LocalCopies
-from runtime.node.node_plan import NodePlan
-from runtime.node.sharing import WeightSharing
+from runtime.node.sharing import Sharing
 from tests.support.published import changed, drawn, flip, publish
 
 pytestmark = pytest.mark.anyio
@@ -41,23 +40,12 @@ def request(published: Published, number: int, *, doubted: bool = False) -> Loca
     )
 
 
-def node(name: str, directory: Path, *, is_home: bool = False) -> WeightSharing:
-    plan = NodePlan(
-        run="r",
-        node=name,
-        run_dir=directory,
-        incarnation=1,
-        num_steps=1,
-        started=0.0,
-        processes=(),
-        owns_streams=is_home,
-        shares_weights=True,
-    )
-    return WeightSharing(plan, print)
+def node(name: str, directory: Path, *, is_home: bool = False) -> Sharing:
+    return Sharing(directory, name, None, is_home=is_home, show=print)
 
 
 @asynccontextmanager
-async def running(bus: Bus, *nodes: WeightSharing) -> AsyncGenerator[None]:
+async def running(bus: Bus, *nodes: Sharing) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as tasks:
         for each in nodes:
             tasks.start_soon(each.run, bus)
