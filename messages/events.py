@@ -13,7 +13,14 @@ from messages.samples import EngineNumbers, LastSample, SampleSummary
 
 @register
 class GroupCompleted(Message, kw_only=True, tag="group_completed"):
-    """All samples of an attempt ended and are scored. Their segments are stored. Written by rollout."""
+    """All samples of an attempt ended and are scored. Their segments are stored. Written by rollout.
+
+    It counts if the group is in flight with this attempt and nothing ended the attempt before; the lease does not
+    matter, and neither does the round. Then the group waits for a verdict, or is ready if the run has none at this
+    moment (`verdicts`). If the number of distinct `index` in `samples` differs from `num_samples` of its issue, and
+    that is not 0, the group has failed instead, with the reason "N samples where M were asked for". The parts of
+    one index are one sample, and `baseline` is none.
+    """
 
     plane = Plane.EVENT
     topic = "group.completed"
@@ -39,7 +46,10 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
 
 @register
 class GroupAborted(Message, kw_only=True, tag="group_aborted"):
-    """A halt ended an attempt: finished samples, and tokens to continue from. Written by rollout."""
+    """A halt ended an attempt: finished samples, and tokens to continue from. Written by rollout.
+
+    It counts as a `group_completed` does. The group is pooled.
+    """
 
     plane = Plane.EVENT
     topic = "group.aborted"
@@ -58,7 +68,10 @@ class GroupAborted(Message, kw_only=True, tag="group_aborted"):
 
 @register
 class GroupFailed(Message, kw_only=True, tag="group_failed"):
-    """An attempt failed for good: poison, or a sample without a score. By rollout, or by buffer without a task."""
+    """An attempt failed for good: poison, or a sample without a score. By rollout, or by buffer without a task.
+
+    It counts as a `group_completed` does. The group has failed for `reason`, and is not issued again.
+    """
 
     plane = Plane.EVENT
     topic = "group.failed"
@@ -102,15 +115,19 @@ class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
 class Outcome(StrEnum):
     """A filter's decision on a group."""
 
-    KEEP = "keep"
+    KEEP = "keep"  # the group is ready
     SPARE = "spare"  # drop, unless a batch cannot be filled without it
-    DROP = "drop"
-    FAILED = "failed"  # the filter raised
+    DROP = "drop"  # the group is dropped
+    FAILED = "failed"  # the filter raised, and the group has failed
 
 
 @register
 class VerdictGiven(Message, kw_only=True, tag="verdict_given"):
-    """A filter's verdict on a completed group; the first one in log order counts. Written by filter."""
+    """A filter's verdict on a completed group; the first one in log order counts. Written by filter.
+
+    It counts if the group waits for a verdict and `event_seq` is the event that completed it. The reason of a group
+    without `reason` is filter_drop or filter_failed.
+    """
 
     plane = Plane.EVENT
     topic = "verdict.given"
@@ -178,7 +195,13 @@ class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
 
 @register
 class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
-    """A trainer loaded its checkpoint: all batches before `step` are settled. Written by trainer."""
+    """A trainer loaded its checkpoint: all batches before `step` are settled. Written by trainer.
+
+    It counts if no start had a higher incarnation, and if a start with this `start` and incarnation did not come
+    before. It is then the current trainer. Facts of a lower incarnation, and of an earlier start of the same one, count
+    for nothing from then on. Groups of a batch that it settles are trained, unless a `batch_trained` had settled them.
+    A start at a smaller step takes nothing back.
+    """
 
     plane = Plane.EVENT
     topic = "trainer.started"
@@ -197,7 +220,11 @@ class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class BatchTrained(Message, kw_only=True, tag="batch_trained"):
-    """One train step is done. Idempotent by step; `replay` marks a repeated step. Written by trainer."""
+    """One train step is done. Idempotent by step; `replay` marks a repeated step. Written by trainer.
+
+    The first one of the current trainer for a step settles the batch that stands: its groups are trained, those in
+    `skipped_groups` skipped. Later ones, and one of a step without a batch, change no group.
+    """
 
     plane = Plane.EVENT
     topic = "batch.trained"
@@ -237,7 +264,13 @@ class PairsEvaluated(Message, kw_only=True, tag="pairs_evaluated"):
 
 @register
 class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
-    """Groups of a batch cannot be trained, because their stored payloads are gone. Written by trainer."""
+    """Groups of a batch cannot be trained, because their stored payloads are gone. Written by trainer.
+
+    It counts if it is of the current trainer, the step's batch was not settled, and `groups` has at least one entry of
+    that batch. The batch is then no more: the groups named are pooled without samples (reason payloads_missing until
+    they are issued again), the others are ready, and the step waits for another batch, which may have other groups.
+    The groups of a settled batch stay trained.
+    """
 
     plane = Plane.EVENT
     topic = "payloads.missing"
@@ -298,7 +331,10 @@ class LogTrimmed(Message, kw_only=True, tag="log_trimmed"):
 
 @register
 class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
-    """A checkpoint is complete on disk. Written by trainer."""
+    """A checkpoint is complete on disk. Written by trainer.
+
+    If it is of the current trainer, it settles the batches before `oldest_step` as `trainer_started` does.
+    """
 
     plane = Plane.EVENT
     topic = "checkpoint.saved"

@@ -1,4 +1,7 @@
-"""Decisions of the buffer, which alone writes them. With messages.events they form the ledger's log."""
+"""Decisions of the buffer, which alone writes them. With messages.events they form the ledger's log.
+
+The docstrings state what the ledger makes of each event: they are the reference for readers that have only the pages.
+"""
 
 import math
 from typing import Protocol
@@ -10,7 +13,12 @@ from messages.base import Message, Plane, register
 
 @register
 class BufferStarted(Message, kw_only=True, tag="buffer_started"):
-    """A buffer took over the ledger. A buffer that reads a higher incarnation than its own stops (fencing)."""
+    """A buffer took over the ledger. A buffer that reads a higher incarnation than its own stops (fencing).
+
+    It counts if its incarnation is higher than that of all before it. From then on a decision of a lower incarnation
+    changes nothing; every decision has the incarnation of its buffer. If `verdicts` is false, all groups that wait
+    for a verdict are kept at once, in log order.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.buffer_started"
@@ -30,7 +38,12 @@ class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
-    """The buffer issued groups for generation. Their tasks follow."""
+    """The buffer issued groups for generation. Their tasks follow.
+
+    A new group has the next free `group_id`, from 0 without gaps, and attempt 0. Any other issue is of a pooled group,
+    with a higher attempt; for a group in another state it changes nothing. A void issue uses up no number. `verdicts`
+    is set as by `buffer_started`, and the newest of both decides when a group completes.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.groups_issued"
@@ -48,7 +61,10 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
 
 @register
 class RoundHalted(Message, kw_only=True, tag="round_halted"):
-    """A round reached its target, or a person ended it. Rollout actors abort its remaining work."""
+    """A round reached its target, or a person ended it. Rollout actors abort its remaining work.
+
+    It changes the state of no group: a group of the round is pooled by its `group_aborted`, or completes late.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.round_halted"
@@ -67,7 +83,20 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class BatchReady(Message, kw_only=True, tag="batch_ready"):
-    """The groups of one train step, in order of issue. A large batch takes several events, one after another."""
+    """The groups of one train step, in order of issue. A large batch takes several events, one after another.
+
+    A batch of several events counts with the last of them. Its events have one incarnation, one step and `index` from
+    0 to `num_events` - 1, and no other `batch_ready` of a buffer that counts is between them; else what came so far is
+    void, and the buffer decides anew.
+
+    It counts only for a step that has no batch: a step above those of all batches so far, or one whose batch
+    `payloads_missing` took back. It is void if it cites a completion that `payloads_missing` named for this step. Each
+    of its groups is in the batch if it is ready or spare and `event_seq` is the event that completed it; a group that
+    is not changes nothing, and is a fault of the buffer. Without any such group the batch is void.
+
+    All other spare groups, and the ready ones in `passed_over`, are passed over: they count as ready until
+    `groups_closed` names them, and no batch takes them.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.batch_ready"
@@ -81,7 +110,12 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
 
 @register
 class GroupsClosed(Message, kw_only=True, tag="groups_closed"):
-    """The buffer gives groups up. They get no further attempt."""
+    """The buffer gives groups up. They get no further attempt.
+
+    A group that has not ended is dropped or failed, as `outcome` says, for `reason`: also one that a halt aborted
+    (`rollout.on_halt = "drop"`, reason halted), one that is too stale, or one that was passed over. A group that has
+    ended stays as it is.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.groups_closed"
@@ -180,7 +214,7 @@ class SnapshotTaken(Message, kw_only=True, tag="snapshot_taken"):
 
 @register
 class RunFinished(Message, kw_only=True, tag="run_finished"):
-    """The run trained its last step and evaluated it."""
+    """The run trained its last step and evaluated it: every step below `steps` has a trained batch."""
 
     plane = Plane.EVENT
     topic = "ledger.run_finished"

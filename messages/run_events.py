@@ -99,7 +99,12 @@ class ScoreRequestsLost(Message, kw_only=True, tag="score_requests_lost"):
 
 @register
 class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
-    """A message could not be used and was dead-lettered. Written by its reader."""
+    """A message could not be used and was dead-lettered. Written by its reader.
+
+    If the subject is of a task (`work.rollout.<group_id>.<attempt>`) of an attempt in flight, its group has failed with
+    the reason "task: " and `reason`. If it is of an end (`event.group.completed`, `aborted` or `failed` with the same
+    key), the third one of the group does the same, with "ending: ".
+    """
 
     plane = Plane.EVENT
     topic = "message.dead_lettered"

@@ -38,6 +38,14 @@ def test_every_reference_of_a_document_leads_somewhere(name: str) -> None:
             place = place[part]
 
 
+def test_the_page_has_every_field_of_every_message_and_its_parts() -> None:
+    sections = dict(re.findall(r"\n### `?(\w+)`?\n(.*?)(?=\n##|\Z)", (DOCS / "messages.md").read_text(), re.DOTALL))
+    for tag, message_type in message_types().items():
+        assert re.findall(r"^\| `(\w+)` \|", sections[tag], re.MULTILINE) == list(message_type.__struct_fields__)
+    named = set(json_schemas()["$defs"]) - {message_type.__name__ for message_type in message_types().values()}
+    assert named <= set(sections), named - set(sections)
+
+
 def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
     daemons = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left", "event_loop_blocked"}
     buses = {"message_dead_lettered", "dead_letter"}

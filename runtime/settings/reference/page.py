@@ -1,13 +1,9 @@
 """Generates docs/reference/settings.md from the schema: a section per table, a row per key.
 
-A description is the block of comment lines directly above the field, joined by spaces, or else the comment at the end
-of the field's last line. A field with a block and the comment `# expert` at its end is an expert setting.
+A field with a comment above it, which describes it, and the comment `# expert` at its end is an expert setting.
 """
 
-import ast
 import inspect
-import io
-import tokenize
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final, get_origin
@@ -20,6 +16,7 @@ from runtime.settings.reading.config import Choice, Config, type_of
 from runtime.settings.reading.schema import choices, describe, is_config, item_type
 from runtime.settings.recipe import Recipe
 from runtime.settings.topology import Topology
+from runtime.util.field_comments import Field, fields_in
 from runtime.util.formatting import show
 
 HEAD: Final = """# All settings
@@ -63,56 +60,19 @@ EXPERT_MARK: Final = "expert"
 @cache
 def meanings(config: type[Config]) -> Mapping[str, str]:
     """Return the description of each field of a table by name, inherited fields included; "" where there is none."""
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__):
-        if issubclass(base, Config):
-            found |= _own_meanings(inspect.getsource(base))
-    return found
+    return {field.name: field.text for field in _all_fields(config)}
 
 
 @cache
 def expert_settings(config: type[Config]) -> frozenset[str]:
     """Return the names of the fields of a table that are expert settings, inherited ones included."""
-    sources = [inspect.getsource(base) for base in config.__mro__ if issubclass(base, Config)]
-    return frozenset(
-        name for source in sources for name, _, last in _fields(source) if _comments(source)[1].get(last) == EXPERT_MARK
-    )
+    return frozenset(field.name for field in _all_fields(config) if field.beside == EXPERT_MARK)
 
 
-def _own_meanings(source: str) -> dict[str, str]:
-    above, beside = _comments(source)
-    return {name: _block(above, first) or beside.get(last, "") for name, first, last in _fields(source)}
-
-
-def _fields(source: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, first line and last line of each field of a class."""
-    (table,) = ast.parse(source).body
-    if not isinstance(table, ast.ClassDef):
-        raise TypeError(f"not the source of a class: {source.partition(':')[0]}")
-    for field in table.body:
-        if not isinstance(field, ast.AnnAssign) or ast.unparse(field.annotation).startswith("ClassVar"):
-            continue
-        if isinstance(field.target, ast.Name):
-            yield field.target.id, field.lineno, field.end_lineno or field.lineno
-
-
-def _block(above: Mapping[int, str], line: int) -> str:
-    """Join the comment lines that end directly above a line; "" if there are none."""
-    first = line
-    while first - 1 in above:
-        first -= 1
-    return " ".join(above[number] for number in range(first, line))
-
-
-def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return comments by line number, without the hash: those that have a line of their own, and those behind code."""
-    above: dict[int, str] = {}
-    beside: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            own_line = not token.line[: token.start[1]].strip()
-            (above if own_line else beside)[token.start[0]] = token.string.lstrip("# ")
-    return above, beside
+def _all_fields(config: type[Config]) -> Iterator[Field]:
+    for base in reversed(config.__mro__):
+        if issubclass(base, Config):
+            yield from fields_in(inspect.getsource(base))
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
