@@ -110,7 +110,8 @@ def _fields_of(rows: list[tuple[str, str, str, str, str]]) -> str:
     types, by_writers = message_types(), dict[str, list[str]]()
     for tag, _, writers, _, _ in rows:
         by_writers.setdefault(writers, []).append(_section(f"`{tag}`", types[tag]))
-    parts = {each.__name__: each for message_type in types.values() for each in _parts(message_type)}
+    named = [each for message_type in types.values() for each in _parts(message_type)]
+    parts = {each.__name__: each for each in named if each not in types.values()}
     sections = [f"\n## Written by {writers or 'others'}\n" + "".join(texts) for writers, texts in by_writers.items()]
     return "".join(
         [FIELDS, *sections, "\n## Parts of messages\n", *(_section(name, parts[name]) for name in sorted(parts))]
@@ -160,18 +161,14 @@ def _type(annotation: ast.expr) -> str:
 
 
 def _parts(annotation: Any) -> Iterator[type]:
-    """Yield the structs and enums that a type names, with those that they name."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        hints = get_type_hints(annotation)
-        for inner in (hints[name] for name in annotation.__struct_fields__):
-            yield from (each for each in (inner, *get_args(inner)) if isinstance(each, type) and _is_part(each))
-            yield from _parts(inner)
+    """Yield the structs and enums of a type: itself, and those that it names."""
     for inner in get_args(annotation):
         yield from _parts(inner)
-
-
-def _is_part(each: type) -> bool:
-    return issubclass(each, msgspec.Struct | Enum)
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct | Enum):
+        yield annotation
+        hints = get_type_hints(annotation) if issubclass(annotation, msgspec.Struct) else {}
+        for name in getattr(annotation, "__struct_fields__", ()):
+            yield from _parts(hints[name])
 
 
 def _json(value: object) -> str:

@@ -33,6 +33,7 @@ from runtime.ledger.archive import history
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
 from runtime.ledger.snapshots import content_of
 from tests.chaos.harness import EVENTS_PER_STEP, Run
+from tests.support.ledger_log import check_that_the_accountant_agrees
 
 Log = Sequence[tuple[int, Message]]  # log sequence and event
 
@@ -57,6 +58,7 @@ async def audit(
     async with run.reopened() as bus:
         log = await read_all(bus, run)
         state = check_ledger(log)
+        check_that_the_accountant_agrees(log)
         log = [(seq, event) for seq, event in log if seq not in repeats]
         check_the_end(log, run.num_steps)
         if killed is not None:

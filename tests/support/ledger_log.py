@@ -1,19 +1,49 @@
-"""A hand-written log, its folded state and the decisions on it."""
+"""A hand-written log, its folded state and the decisions on it; a second count of any log."""
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from actors.buffer.deciding.decide import Schedule, decide
 from messages import GroupsIssued, IssuedGroup, Message, Outcome
-from runtime.ledger.fold import LedgerState, fold
+from runtime.ledger.books import LedgerReport
+from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.groups import MAX_REASONS
 from tests.build.events import announced, completed, trained, verdict
+from tests.support.accountant import audit
 
 
 def check_that_a_restart_decides_the_same(state: LedgerState, schedule: Schedule) -> None:
     """A restarted buffer reads a snapshot, and has indices of its own."""
     restarted = msgspec.json.decode(msgspec.json.encode(state), type=LedgerState)
     assert decide(state, schedule) == decide(restarted, schedule)
+
+
+def check_that_the_accountant_agrees(log: Iterable[tuple[int, Message]]) -> None:
+    """Count a log a second time (accountant.py), and compare every group with what the ledger says."""
+    report, events = LedgerReport(), list(log)
+    for seq, event in events:
+        report.take(event, seq)
+    found = audit((seq, msgspec.json.decode(msgspec.json.encode(event))) for seq, event in events)
+    assert not found.complaints
+    summary = report.summary("run", live=False)
+    assert found.books == {name: getattr(summary.books, name) for name in found.books}
+    assert found.books["issued"] == summary.books.issued
+    steps = {step: sorted(groups) for step, groups in summary.trained}
+    assert {step: groups for step, groups in found.steps.items() if groups} == {s: g for s, g in steps.items() if g}
+    ended = {"dropped": summary.dropped, "failed": summary.failed}
+    for state, tally in ended.items():
+        reasons = Counter(reason for its, _, reason in found.groups.values() if its == state)
+        assert reasons == tally or len(tally) >= MAX_REASONS
+    live = {
+        group: state for group, (state, _, _) in found.groups.items() if state not in ("trained", "skipped", *ended)
+    }
+    assert live == {group.group_id: NAMES.get(group.stage, group.stage) for group in report.state.groups.values()}
+
+
+NAMES = {Stage.IN_FLIGHT: "in flight", Stage.PASSED_OVER: "passed over"}  # as the pages have them
 
 
 class Log:

@@ -40,7 +40,7 @@ from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.snapshots import content_of
 from runtime.ledger.steps import Settled, TrainerFact
 from tests.build.events import snapshot
-from tests.support.ledger_log import check_that_a_restart_decides_the_same
+from tests.support.ledger_log import check_that_a_restart_decides_the_same, check_that_the_accountant_agrees
 
 MAX_EVENTS = 5000
 KEPT_CHECKPOINTS = 2
@@ -334,6 +334,18 @@ def test_every_run_ends_whatever_dies(
         **settings,
         evals=(EvalPlan(name="e", interval=interval, num_items=2, skip_before_train=bool(seed % 2)),),
     )
+    world = played(schedule, seed, save_interval)
+    assert world.state.trained_steps == schedule.num_steps
+    assert world.state.books().trained == schedule.num_steps * batch
+    batched = [ref.group_id for ready in world.batches.values() for ref in ready.groups]
+    assert len(batched) == len(set(batched))
+    weights = world.checkpoints[schedule.num_steps]
+    assert world.trained == {ref.group_id: step for step, refs in weights.items() for ref in refs}
+    check_that_the_accountant_agrees(enumerate(world.log, start=1))
+
+
+def played(schedule: Schedule, seed: int, save_interval: int) -> World:
+    """Play a run to its end, with deaths, freezes and repeated events by chance."""
     random = Random(seed)
     world = World(schedule, random, save_interval)
     while not world.finished:
@@ -349,9 +361,4 @@ def test_every_run_ends_whatever_dies(
             world.decide()
         elif not world.act():
             assert world.decide() or chance < 0.7, f"stands still: {world.state}"
-    assert world.state.trained_steps == schedule.num_steps
-    assert world.state.books().trained == schedule.num_steps * batch
-    batched = [ref.group_id for ready in world.batches.values() for ref in ready.groups]
-    assert len(batched) == len(set(batched))
-    weights = world.checkpoints[schedule.num_steps]
-    assert world.trained == {ref.group_id: step for step, refs in weights.items() for ref in refs}
+    return world
