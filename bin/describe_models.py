@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bin.entry import docs_folder, parser_of
-from runtime.models.config_keys import CODE, QUANTIZATION, TABLE, ConfigTable, ModelKeys, without_effect
+from runtime.models.config_keys import CODE, TABLE, ConfigTable, ModelKeys, without_effect
 from runtime.models.family import Family, families
+from runtime.models.quantization import METHODS, QUANTIZATION
 
 PAGE: Final = "model-keys.md"
 CONFIGS: Final = ("config", "text_config", "decoder_config")  # what transformers calls a model's configuration
@@ -41,8 +42,9 @@ How to add one: [families](../develop/model-families.md). A key of a model's `co
 - **refused** unless it has the value in the table: transformers' class reads it, and trainer and tiny engine do not.
 - in no row of its model type: transformers' class does not read it. It is ignored, and a start names it.
 
-`{code}` and `{quantization}` are refused, except code that only makes tokens, and code that is published and
+`{code}` is refused, except code that only makes tokens, and code that is published and
 computes what transformers' own class does ({coded}). No code of a model is run to read its configuration.
+`{quantization}` may have the methods {methods} ([which](../train/models.md#quantized-weights)).
 `model.ignore_config_keys` trains a model without keys that are refused: [models](../train/models.md#configurations).
 
 | key | model types whose class reads it | a start |
@@ -100,7 +102,9 @@ def page(table: ConfigTable) -> str:
     reads = {model_type: table.reads(keys.name) for model_type, keys in table.models.items()}
     coded = ", ".join(f"`{name}`" for name, family in families().items() if family.code)
     rows = "\n".join(_family_row(family) for family in families().values())
-    head = HEAD.format(version=table.transformers, code=CODE, quantization=QUANTIZATION, coded=coded, families=rows)
+    methods = ", ".join(f"`{name}`" for name in METHODS)
+    named = {"code": CODE, "coded": coded, "quantization": QUANTIZATION, "methods": methods}
+    head = HEAD.format(version=table.transformers, families=rows, **named)
     rows = [_row(key, reads) for key in sorted({key for keys in reads.values() for key in keys})]
     return head + "\n".join(rows) + "\n"
 
@@ -119,7 +123,7 @@ def _row(key: str, reads: dict[str, Mapping[str, Any]]) -> str:
 
 def _does(key: str, reads: Mapping[str, Any], family: Family) -> str:
     if key == QUANTIZATION:
-        return "refused"
+        return "dequantized, or refused"
     if key in family.built_keys:
         return "built"
     return "no effect" if key in without_effect(family) else f"refused unless `{json.dumps(reads[key])}`"

@@ -23,9 +23,10 @@ from runtime.models.directory import (
     read_json,
 )
 from runtime.models.family import families
+from runtime.models.quantization import quantization_of
 from runtime.models.safetensors import safetensors_files
 from runtime.node.checks.context import MODEL, CheckContext, Checks, SourceRows
-from runtime.settings.derived import policy_model, topk_divergence
+from runtime.settings.derived import policy_model, quantization, topk_divergence
 from runtime.settings.owners import rollout_places
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -41,6 +42,7 @@ from runtime.settings.topology import (
 )
 
 CHAT_TEMPLATES: Final = (CHAT_TEMPLATE, "chat_template.json")
+NEEDS_TRAINER: Final = 'a trainer dequantizes; allowed with run.only = "rollout": an unquantized copy of the model'
 BYTES_LOADED: Final = 2  # memory of a tiny engine per byte of its weight files
 
 
@@ -93,6 +95,9 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
     if context.has(MODEL) or answers_are_recorded(topology):
         return
     try:
+        if topology.run.only == "rollout" and (found := quantization(topology)) is not None:
+            message = f"is quantized ({found.method}), which {NEEDS_TRAINER}"
+            yield Problem.of(MODEL, directory, message)
         if num_tiny_engines(topology):
             read_tiny_engine_model(Path(directory), topology.model.ignore_config_keys)
         family = families()[policy_model(topology).shape.model_type]
@@ -154,6 +159,20 @@ def check_lengths(context: CheckContext, sources: Iterable[SourceRows]) -> Itera
             yield Problem.of(f"{table}.max_response_len", source.max_response_len, message)
 
 
+def _read_as_stored(directory: Path) -> None:
+    """Check that a tiny engine can serve the weights of a directory.
+
+    Raises:
+        ModelError: as `read_tiny_engine_model`, or the weights are quantized.
+    """
+    read_tiny_engine_model(directory)
+    if (found := quantization_of(directory)) is not None:
+        raise ModelError(
+            f"{directory / CONFIG}: the tiny engine does not read quantized weights ({found.method}); use an "
+            f'unquantized copy, or kind = "sglang"'
+        )
+
+
 def check_frozen_pools(context: CheckContext) -> Iterator[Problem]:
     """Check that the models of these pools read the samples of the trained model."""
     topology = context.topology
@@ -165,7 +184,7 @@ def check_frozen_pools(context: CheckContext) -> Iterator[Problem]:
         try:
             served = ServedModel.read(directory)
             if engine.kind == "tiny" and not engine.urls:
-                read_tiny_engine_model(directory)
+                _read_as_stored(directory)
             config = read_json(directory, CONFIG, _Config)
             trained = ServedModel.read(Path(topology.model.hf_checkpoint))
             problem = tokenizer_problem(trained, served)
@@ -194,7 +213,7 @@ def check_chosen_pools(context: CheckContext) -> Iterator[Problem]:
         try:
             served = ServedModel.read(Path(engine.hf_checkpoint))
             if engine.kind == "tiny" and not engine.urls:
-                read_tiny_engine_model(Path(engine.hf_checkpoint))
+                _read_as_stored(Path(engine.hf_checkpoint))
             trained = ServedModel.read(Path(topology.model.hf_checkpoint))
             if (message := _exchange_problem(trained, served)) is not None:
                 yield Problem.of(key, engine.hf_checkpoint, message)

@@ -15,9 +15,16 @@ from actors.trainer.models.shapes import check_weights
 from runtime.models.config import IGNORE
 from runtime.models.directory import CONFIG, ModelError, has_file, read_json
 from runtime.node.checks.context import MODEL, CheckContext, Checks
-from runtime.settings.derived import has_critic, policy_model
+from runtime.settings.derived import has_critic, policy_model, quantization
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology, critic_has_ranks, critic_topology, named_models
+from runtime.settings.topology import (
+    POLICY,
+    Topology,
+    answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
+    named_models,
+)
 
 CRITIC: Final = "critic.hf_checkpoint"
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -34,6 +41,7 @@ def check_model(context: CheckContext) -> Iterator[Problem]:
         return
     yield from _ignored(context)
     context.notes.extend(_unread(topology))
+    context.notes.extend(_dequantized(topology))
     if topology.run.only == "rollout":
         return
     try:
@@ -83,6 +91,28 @@ def _unread(topology: Topology) -> Iterator[str]:
     if model.unread_keys:
         why = f"transformers' {model.shape.architecture} does not read them"
         yield f"{CONFIG} of {MODEL} has keys that are ignored, as {why}: {', '.join(model.unread_keys)}"
+
+
+def _dequantized(topology: Topology) -> Iterator[str]:
+    """Say what becomes of quantized weights, and what the engines of such a directory do."""
+    found = quantization(topology)
+    if found is None or topology.run.only == "rollout":
+        return
+    yield (
+        f"{MODEL} is quantized ({found.method}): the trainer dequantizes its weights; published weights and exports "
+        f"are not quantized"
+    )
+    pool = topology.engines.get(POLICY)
+    if pool is None or answers_are_recorded(topology):
+        return
+    form = "in FP8" if pool.weight_format == "fp8" else "without quantization"
+    if pool.urls:
+        yield (
+            f"engines.{POLICY}.urls: an engine that was started on that directory serves its quantized weights until "
+            f"the first weight update, and reads updates wrongly; start it {form} (--json-model-override-args)"
+        )
+    else:
+        yield f"engines.{POLICY} start {form} and without that directory's weights, and serve after the first update"
 
 
 def check_files(context: CheckContext) -> Iterator[Problem]:

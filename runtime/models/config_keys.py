@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from runtime.models.family import Family
+from runtime.models.quantization import QUANTIZATION, quantization_problems
 
 TABLE: Final = Path(__file__).with_name("config_keys.json")
 IGNORED: Final = "_ignored_config_keys"  # key of a written config.json: what model.ignore_config_keys took out of it
@@ -31,7 +32,6 @@ WITHOUT_EFFECT: Final = frozenset(  # keys that classes read, and that change no
 )
 SILENT: Final = ("_",)  # prefixes of keys that tools add and no class reads: not named
 CODE: Final = "auto_map"
-QUANTIZATION: Final = "quantization_config"
 OF_TOKENS: Final = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")  # in auto_map
 
 
@@ -91,7 +91,7 @@ def sort_keys(keys: Mapping[str, Any], family: Family) -> SortedKeys:
         if key == CODE:
             problems.extend(_code_problems(value, family))
         elif key == QUANTIZATION:
-            problems.extend(_quantization_problems(value))
+            problems.extend(quantization_problems(value))
         elif key in silent or key.startswith(SILENT):
             continue
         elif key not in reads:
@@ -115,16 +115,6 @@ def _code_problems(value: Any, family: Family) -> tuple[str, ...]:
     return (
         f"{CODE} {_short(named)} is not supported: the model's own code may compute another model than transformers' "
         f"{family.architecture}, and it is not run",
-    )
-
-
-def _quantization_problems(value: Any) -> tuple[str, ...]:
-    if not value:
-        return ()
-    method = cast("dict[str, Any]", value).get("quant_method") if isinstance(value, dict) else value
-    return (
-        f"{QUANTIZATION} with quant_method {_short(method)} is not supported: weights are trained as they are stored; "
-        f"take an unquantized copy of the model",
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from messages import EvalRequested, Prompt, SamplingParams
 from runtime.functions.limits import UserLimits
 from runtime.models.config import ModelDescription, read_model
+from runtime.models.quantization import Quantization, quantization_of
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.algorithm import AlgorithmConfig, RatioRs, SglangTeacher, TisTable, TopkKl
 from runtime.settings.tables.estimators import Gae, Remax
@@ -35,6 +36,15 @@ def policy_model(recipe: Recipe) -> ModelDescription:
         ModelError: as in `read_model`.
     """
     return read_model(Path(recipe.model.hf_checkpoint), recipe.model.ignore_config_keys)
+
+
+def quantization(recipe: Recipe) -> Quantization | None:
+    """Return how the weights are stored that a run starts from. None: not quantized, or drawn at random.
+
+    Raises:
+        ModelError: config.json cannot be read.
+    """
+    return None if recipe.model.random_init else quantization_of(Path(recipe.model.hf_checkpoint))
 
 
 def trains_demonstrations(recipe: Recipe) -> bool:

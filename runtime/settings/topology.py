@@ -9,6 +9,7 @@ from runtime.settings.derived import (
     asks_teachers,
     critic_optimizer,
     has_critic,
+    quantization,
     reads_reference,
     topk_divergence,
     trains_demonstrations,
@@ -259,6 +260,8 @@ def why_merged(topology: Topology) -> str:
             return f"{key}.{name} is {msgspec.json.encode(value).decode()}"
     if pool.kind == "sglang" and topology.model.random_init:  # its loader reads no adapter beside dummy weights
         return "model.random_init is true, with SGLang"
+    if pool.kind == "sglang" and quantization(topology) is not None:
+        return "the weights of model.hf_checkpoint are quantized, with SGLang"
     for name, spelled, value in sglang_arguments(pool):
         if name in ("dp_size", "data_parallel_size") and value != 1:
             return f"{key}.sglang.{spelled} is {value}"

@@ -151,6 +151,21 @@ def test_engines_of_the_trained_model_leave_out_the_keys_of_its_config_that_the_
     }
 
 
+def test_engines_of_a_quantized_directory_wait_for_the_trainers_weights(tmp_path: Path) -> None:
+    model = {"model_type": "qwen3", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    here = f"model.hf_checkpoint={tmp_path}"
+    tiny = specs("laptop.toml", "local", here, "model.random_init=false")["engine.policy.0"]
+    assert flag(tiny, "--load-format") == "dummy"
+    engine = next(iter(engines_of("local", here, file="disaggregate-8gpu.toml").values()))
+    assert flag(engine, "--load-format") == "dummy"
+    (told,) = [word for word in engine.command if word.startswith("--json-model-override-args=")]
+    assert json.loads(told.partition("=")[2]) == {"quantization_config": None}
+    in_fp8 = specs("single-gpu.toml", "local", here, "engines.policy.weight_format=fp8")["engine.policy.0"]
+    (told,) = [word for word in in_fp8.command if word.startswith("--json-model-override-args=")]
+    assert json.loads(told.partition("=")[2])["quantization_config"]["quant_method"] == "fp8"
+
+
 def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_otherwise() -> None:
     for topology, node in (("laptop.toml", "local"), ("disaggregate-2x8gpu.toml", "n1")):
         engine = specs(topology, node)["engine.policy.0"]

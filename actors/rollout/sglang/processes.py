@@ -13,7 +13,8 @@ from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.models.config_keys import defaults_of
 from runtime.models.fp8 import SERVED
-from runtime.settings.derived import policy_model
+from runtime.models.quantization import QUANTIZATION
+from runtime.settings.derived import policy_model, quantization
 from runtime.settings.devices import NVIDIA, ON_CPU
 from runtime.settings.owners import rollout_places
 from runtime.settings.placement import ProcessPlace, engine_places, served_dtype
@@ -116,13 +117,18 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, pla
 
 def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
     engine = topology.engines[pool]
-    load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
+    load_format = "dummy" if _waits_for_weights(topology, engine) else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
     command += ignoring(topology) if engine.hf_checkpoint is None else ()
     own: dict[str, Any] = {"load_format": load_format, "dtype": served_dtype(topology, engine)}
     if pool == POLICY and serves_adapters(topology):
         own |= adapter_arguments(topology)
     return _with_arguments(command, _common_arguments(topology, pool, index) | own)
+
+
+def _waits_for_weights(topology: Topology, engine: EngineConfig) -> bool:
+    """Return whether an engine starts with any weights: those that it is to serve are drawn, or dequantized, first."""
+    return engine.hf_checkpoint is None and (topology.model.random_init or quantization(topology) is not None)
 
 
 def adapter_arguments(topology: Topology) -> dict[str, Any]:
@@ -174,7 +180,7 @@ def _server_command(topology: Topology, pool: str, index: int) -> tuple[str, ...
     arguments: dict[str, Any] = own | _common_arguments(topology, pool, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
-    if topology.model.random_init and engine.hf_checkpoint is None:
+    if _waits_for_weights(topology, engine):
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
@@ -183,8 +189,10 @@ def _server_command(topology: Topology, pool: str, index: int) -> tuple[str, ...
     arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
     if topology.model.ignore_config_keys and engine.hf_checkpoint is None:
         arguments[OVERRIDES] = defaults_of(topology.model.ignore_config_keys) | arguments.get(OVERRIDES, {})
+    if engine.weight_format != "fp8" and engine.hf_checkpoint is None and quantization(topology) is not None:
+        arguments[OVERRIDES] = {QUANTIZATION: None, **arguments.get(OVERRIDES, {})}
     if engine.weight_format == "fp8":  # the checkpoint is not: start with dummy weights until the first update
-        config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
+        config = {QUANTIZATION: SERVED, **arguments.get(OVERRIDES, {})}
         arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
     return _with_arguments([*command, "--model-path", model_of(topology, engine)], arguments)

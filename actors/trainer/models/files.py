@@ -5,7 +5,8 @@ A `WeightSource` returns full tensors, or one rank's shard of them.
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -15,8 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
+from actors.trainer.models.dequantize import dequantized
 from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes, weights_of
-from actors.trainer.models.shards import add_tensors, write_weights
+from actors.trainer.models.shards import Added, Entry, add_tensors, bytes_of, entry_of, write_weights
 from runtime.models.config import TEXT
 from runtime.models.config_keys import IGNORED
 from runtime.models.directory import (
@@ -29,6 +31,7 @@ from runtime.models.directory import (
     read_json,
 )
 from runtime.models.fp8 import quantization_config
+from runtime.models.quantization import QUANTIZATION, Quantization, quantization_of
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors, safetensors_files, shards_by_tensor
 from runtime.settings.tables.engines import WeightFormat
 from runtime.settings.topology import Topology
@@ -69,7 +72,7 @@ def base_source(topology: Topology, model: HfConfig) -> WeightSource:
     """
     if topology.model.random_init:
         return random_source(model, topology.run.seed)
-    return file_source(Path(topology.model.hf_checkpoint))
+    return file_source(Path(topology.model.hf_checkpoint), getattr(torch, topology.model.dtype))
 
 
 def random_source(model: HfConfig, seed: int) -> WeightSource:
@@ -135,8 +138,12 @@ def value_head_source(
     return read
 
 
-def file_source(directory: Path) -> WeightSource:
+def file_source(directory: Path, dtype: torch.dtype = torch.float32) -> WeightSource:
     """Return a source that reads a model directory's safetensors files, one tensor or shard at a time.
+
+    Args:
+        directory: of the model. What its config.json names as quantized is dequantized, of a shard that shard alone.
+        dtype: of tensors that are dequantized; the others have that of the files.
 
     Raises:
         ValueError: the directory has no safetensors file, or its index cannot be used.
@@ -150,27 +157,48 @@ def file_source(directory: Path) -> WeightSource:
             files = dict.fromkeys(file.keys(), only)
     else:
         raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    quantization = quantization_of(directory)
 
     def read(name: str, cut: TensorShard | None = None) -> Tensor:
+        if quantization is not None and quantization.is_quantized(name, files):
+            return dequantize(name, quantization, cut)
         if name not in files:
             raise ValueError(f"{directory} has no tensor {name}")
         with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name) if cut is None else _part(file.get_slice(name), cut)
 
+    def dequantize(name: str, quantization: Quantization, cut: TensorShard | None) -> Tensor:
+        with ExitStack() as opened:
+            parts: dict[str, Any] = {}
+            for ending in quantization.endings:
+                if (stored := f"{name}{ending}") not in files:
+                    raise ValueError(f"{directory} has no tensor {stored}, and others of {name}")
+                parts[ending] = opened.enter_context(safe_open(files[stored], framework="pt")).get_slice(stored)
+            shape = quantization.shape({ending: part.get_shape() for ending, part in parts.items()})
+            found = dequantized(quantization, parts, region_of(shape, cut), dtype)
+        return found if cut is None or cut.number is None else found[0]
+
     return read
+
+
+def region_of(shape: Sequence[int], cut: TensorShard | None) -> list[range]:
+    """Return the indices of a shard along each dimension of a tensor, or of the stack that has it; None: all."""
+    if cut is None:
+        return [range(size) for size in shape]
+    stack = [] if cut.number is None else [range(cut.number, cut.number + 1)]
+    own = [range(size) for size in shape[len(stack) :]]
+    if cut.rows is not None:
+        own[0] = range(cut.rows[0], sum(cut.rows))
+    size = -(-len(own[cut.dim]) // cut.count)
+    own[cut.dim] = own[cut.dim][cut.index * size : (cut.index + 1) * size]
+    return [*stack, *own]
 
 
 def _part(whole: Any, cut: TensorShard) -> Tensor:
     """Read a shard. The rest of the tensor stays on disk."""
-    sizes = whole.get_shape()
-    if cut.number is not None:  # of a stack the whole tensor is read: one expert
-        return replace(cut, number=None).of(whole[cut.number : cut.number + 1][0])
-    first, rows = cut.rows or (0, sizes[0])
-    size = -(-(sizes[1] if cut.dim else rows) // cut.count)
-    begin, end = cut.index * size, (cut.index + 1) * size
-    if cut.dim:
-        return whole[first : first + rows, begin:end]
-    return whole[first + begin : first + min(end, rows)]
+    region = region_of(whole.get_shape(), cut)
+    found = whole[tuple(slice(indices.start, indices.stop) for indices in region)]
+    return found if cut.number is None else found[0]
 
 
 def write_model(
@@ -191,25 +219,41 @@ def write_model(
 def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool, ignored: Collection[str] = ()) -> None:
     """Copy a model directory's configuration; with `tokenizer`, also its tokenizer, its code and its licence.
 
-    Ignored keys are moved into one that no class reads, so that the copy describes the model that was trained.
+    Ignored keys are moved into one that no class reads, so that the copy describes the model that was trained. It has
+    no quantization_config, as the weights that are written beside it are not quantized.
     """
     names = (*COPIED_FILES, *code_files(model_directory)) if tokenizer else (CONFIG, GENERATION_CONFIG)
     copy_files(model_directory, directory, names)
     values: dict[str, Any] = read_json(directory, CONFIG, dict[str, Any])
     text: dict[str, Any] = values[TEXT] if isinstance(values.get(TEXT), dict) else {}
-    if taken := {key: of.pop(key) for of in (values, text) for key in ignored if key in of}:
+    taken = {key: of.pop(key) for of in (values, text) for key in ignored if key in of}
+    dropped = [of.pop(QUANTIZATION) for of in (values, text) if QUANTIZATION in of]
+    if taken:
         before = values.get(IGNORED)  # of a model that another run exported
-        _write_config(directory / CONFIG, values | {IGNORED: (before if isinstance(before, dict) else {}) | taken})
+        values |= {IGNORED: (before if isinstance(before, dict) else {}) | taken}
+    if taken or dropped:
+        _write_config(directory / CONFIG, values)
 
 
 def add_copied(model_directory: Path, directory: Path, model: HfConfig) -> None:
     """Add to an exported directory the tensors of the base model's files that are not built, with their bytes.
 
-    A model with a value head is a classifier, which has none of them.
+    Quantized ones are dequantized to bfloat16. A model with a value head is a classifier, which has none of them.
     """
-    tensors = [] if model.has_value_head else read_tensors(model_directory).values() if model.copied else []
-    if copied := [tensor for tensor in tensors if model.is_copied(tensor.name)]:
-        add_tensors(directory, copied)
+    if model.has_value_head or not model.copied:
+        return
+    stored = {name: each for name, each in read_tensors(model_directory).items() if model.is_copied(name)}
+    quantization = quantization_of(model_directory)
+    packed = {} if quantization is None else {quantization.whole(name): quantization for name in stored}
+    source, added = file_source(model_directory, torch.bfloat16), list[Added]()
+    for name, form in packed.items():
+        if form.is_quantized(name, stored):
+            parts = {ending: stored.pop(f"{name}{ending}").shape for ending in form.endings}
+            entry = entry_of(name, torch.empty(form.shape(parts), dtype=torch.bfloat16, device="meta"))
+            added.append(Added(entry, lambda name=name: bytes_of(source(name))))
+    added += [Added(Entry(*each[:3], each.size_bytes), each.data) for each in stored.values()]
+    if added:
+        add_tensors(directory, added)
 
 
 def set_dtype(config: Path, dtype: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.trainer.models.config import HfConfig
 from runtime.models.blocks import Shape, Weight, mtp_weights, norm, within
+from runtime.models.quantization import FLOATS, Quantization, StoredForm, quantization_of
 from runtime.models.safetensors import StoredTensor, read_tensors
 
 VALUE_HEAD: Final = "score.weight"
@@ -60,7 +61,7 @@ def copies_of(name: str, model: HfConfig) -> list[str]:
     return copies.get(name, [])
 
 
-FLOATS: Final = ("F64", "F32", "BF16", "F16")  # dtypes of weights, as safetensors spells them
+NO_CONFIG: Final = ", and config.json has no quantization_config that says how it is scaled"
 _OF_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ROPE_BUFFER: Final = "rotary_emb.inv_freq"  # computed from config.json; older tools wrote it
 _COMPARED_BYTES: Final = 64 << 20  # compared at a time
@@ -76,30 +77,49 @@ def check_weights(directory: Path, model: HfConfig) -> None:
         ValueError: names the tensor that is missing, unsupported or unexpected.
         OSError: a file is missing or cannot be read.
     """
-    found, expected = read_tensors(directory), hf_shapes(model)
+    found, expected, quantization = read_tensors(directory), hf_shapes(model), quantization_of(directory)
     copies = {copy for name in expected for copy in copies_of(name, model)}  # MTP duplicates are never read
     for name, shape in expected.items():
         if name not in copies and (name in found or name not in (VALUE_HEAD, VALUE_BIAS)):
-            _check_tensor(directory, name, shape, found.get(name), model)
+            for stored, form in _forms(name, shape, found, quantization).items():
+                _check_tensor(directory, stored, form, found.get(stored), model, quantization)
     first = model.num_layers + model.num_mtp_layers
     unused = range(first, first + model.num_unused_mtp_layers)
     for name, tensor in found.items():
-        if name not in expected:
+        is_part = quantization is not None and quantization.whole(name) in expected
+        if name not in expected and not is_part:
             _check_extra(directory, name, tensor, found, model, unused)
 
 
-def _check_tensor(directory: Path, name: str, shape: Shape, found: StoredTensor | None, model: HfConfig) -> None:
+def _forms(
+    name: str, shape: Shape, found: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> dict[str, StoredForm]:
+    """Return the tensors of the files that hold a tensor, by name."""
+    if quantization is None or not quantization.is_quantized(name, found):
+        return {name: StoredForm(FLOATS, shape)}
+    return quantization.forms(name, shape)
+
+
+def _check_tensor(
+    directory: Path,
+    name: str,
+    form: StoredForm,
+    found: StoredTensor | None,
+    model: HfConfig,
+    quantization: Quantization | None,
+) -> None:
     if found is None:
         trained = name.startswith(f"model.layers.{model.num_layers}.")
         why = ": trainer.megatron.mtp_num_layers = 1 trains a layer that these weights lack" if trained else ""
         raise ValueError(f"{directory} has no tensor {name} in its weights{why}")
-    if found.dtype not in FLOATS:
+    if found.dtype not in form.dtypes:
+        why = f", and the files have no {name}{quantization.endings[-1]}" if quantization is not None else NO_CONFIG
+        why = why if form.dtypes == FLOATS else ""
+        raise ValueError(f"{found.file}: {name} is {found.dtype}{why}; allowed: {', '.join(form.dtypes)}")
+    if found.shape != form.shape:
         raise ValueError(
-            f"{found.file}: {name} is {found.dtype}, and config.json has no quantization_config that says how it is "
-            f"scaled; allowed: {', '.join(FLOATS)}"
+            f"{found.file}: {name} is {list(found.shape)}, and {list(form.shape)} in the model of config.json"
         )
-    if found.shape != shape:
-        raise ValueError(f"{found.file}: {name} is {list(found.shape)}, and {list(shape)} in the model of config.json")
 
 
 def _check_extra(

@@ -1,7 +1,7 @@
 """Safetensors files that are written tensor by tensor. The header is known in advance and written first."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 from messages import FileSum
 from runtime.models.checksums import tensor_checksum
 from runtime.models.file_sums import RunningSum
-from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_files, safetensors_files
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, read_files, safetensors_files
 
 SHARD_BYTES: Final = 5_000_000_000  # maximum bytes of tensors in a file
 _DTYPES: Final = {
@@ -157,16 +157,23 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def add_tensors(directory: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Add tensors of other files to a model directory, with their bytes: in files of their own, named in the index."""
+class Added(NamedTuple):
+    """A tensor to add to a model directory."""
+
+    entry: Entry
+    data: Callable[[], memoryview]  # its row-major bytes
+
+
+def add_tensors(directory: Path, tensors: Sequence[Added]) -> None:
+    """Add tensors to a model directory: in files of their own, named in the index."""
     present = [[Entry(*tensor[:3], tensor.size_bytes) for tensor in file.tensors] for file in read_files(directory)]
-    added = cut_into_shards(Entry(*tensor[:3], tensor.size_bytes) for tensor in tensors)
+    added = cut_into_shards(tensor.entry for tensor in tensors)
     shards = named([*present, *added])
     for path, shard in zip(safetensors_files(directory), shards[: len(present)], strict=True):
         path.rename(directory / shard.file)
     writer = ShardWriter(directory, shards[len(present) :])
     for tensor in tensors:
-        writer.write(tensor.name, tensor.data())
+        writer.write(tensor.entry.name, tensor.data())
     write_index(directory, shards)
 
 

@@ -61,7 +61,7 @@ class ReferenceModel:
             replica.kept[REF] = self._kept
         if ref_load is not None:
             check_weights(Path(ref_load), replica.hf)
-            replica.set_weights(file_source(Path(ref_load)))
+            replica.set_weights(file_source(Path(ref_load), replica.dtype))
             replica.exchange_weights(self._kept.tensors)
             replica.optimizer.reload_model_params()
 

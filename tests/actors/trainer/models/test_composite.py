@@ -196,7 +196,7 @@ def test_a_dtype_is_set_and_a_key_taken_out_in_the_text_model_too(tmp_path: Path
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no text": ({"text_config": None}, {}, "text_config is missing, which model_type 'qwen3_5' has"),
     "tied elsewhere": ({}, {"tie_word_embeddings": True}, r"tie_word_embeddings and text_config\..* differ"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config with quant_method"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, {}, "quantization_config with quant_method"),
     "without a gate": ({}, {"attn_output_gate": False}, "attn_output_gate false is not supported"),
     "heads": ({}, {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not divisible by linear_num_key_heads 2"),
     "linear alone": ({}, {"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),

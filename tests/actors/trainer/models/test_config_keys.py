@@ -13,6 +13,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import actors.rollout.preflight as rollout
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import copy_small_files
 from actors.trainer.preflight import check_model
@@ -169,6 +170,29 @@ def test_a_start_names_the_ignored_keys_with_their_values_and_refuses_one_that_i
     assert "  ignored  keys of its config.json: is_causal, is_casual" in draw(
         context.topology, plan_of(context.topology, {})
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ((), "engines.policy start without quantization and without that directory's weights"),
+        (('engines.policy.urls=["http://127.0.0.1:1"]',), "updates wrongly; start it without quantization"),
+    ],
+)
+def test_a_check_says_what_becomes_of_quantized_weights(settings: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    here = [f"model.hf_checkpoint={tmp_path}", "model.random_init=false"]
+    context = CheckContext(load_topology(LAPTOP, [*here, *settings]))
+    assert not [*check_model(context)]
+    first, second = context.notes
+    assert first.startswith("model.hf_checkpoint is quantized (fp8): the trainer dequantizes its weights")
+    assert says in second
+    rollouts = CheckContext(load_topology(LAPTOP, [*here, 'run.only="rollout"']))
+    (problem,) = rollout.check_model(rollouts)
+    assert "a trainer dequantizes" in problem.message
 
 
 @pytest.mark.parametrize("kind", families())

@@ -14,11 +14,11 @@ from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.rollout.sglang.served_model import ServedModel
 from actors.tiny_engine.http.chat import ChatTemplate
 from actors.trainer.megatron.imports import quiet
-from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import copy_small_files
 from actors.trainer.models.shapes import check_weights
 from runtime.models.config import ModelError, read_model
 from runtime.models.family import families, family_of
+from runtime.models.quantization import quantization_of
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
 from tests.actors.tiny_engine.test_tiny_numerics import assert_teacher_forced, request_of, run_out, scheduler_of
 from tests.actors.trainer.hf import classes_of
@@ -128,12 +128,12 @@ def test_a_copy_has_what_others_read_of_the_directory(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.quantized])
-def test_a_model_published_in_fp8_is_refused_by_that_alone(name: str, tmp_path: Path) -> None:
+def test_a_config_of_a_model_published_in_fp8_is_read(name: str, tmp_path: Path) -> None:
     LAYOUTS[name].write(tmp_path)
-    with pytest.raises(ModelError) as refused:
-        read_hf_config(tmp_path)
-    (problem,) = refused.value.problems
-    assert 'quantization_config with quant_method "fp8" is not supported' in problem
+    found = quantization_of(tmp_path)
+    assert found is not None
+    assert found.method == "fp8"
+    assert "quantization_config" not in read_model(tmp_path).unread_keys
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Instruct"])
