@@ -114,6 +114,13 @@ class _Reward(Struct, forbid_unknown_fields=True):
     reward: float | None = None
     rewards: dict[str, float] | None = None  # by name
     answer: str | None = None  # id of the answer that it is for; None: of the whole session
+    turns: tuple[float | None, ...] | None = None  # of each turn, the first one first; null: that turn has none
+
+
+class _Ending(Struct, forbid_unknown_fields=True):
+    """Body of POST /session/end, which may be empty."""
+
+    truncated: bool = False  # the episode was cut off, and is not over
 
 
 class _Failure(Struct, forbid_unknown_fields=True):
@@ -252,7 +259,9 @@ class Listener:
         return _json(await self._control(request, "reward", msgspec.to_builtins(given)))
 
     async def _end_session(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._control(request, "end", {}))
+        body = await self._body(request)
+        ending = decode(body, _Ending) if body else _Ending()
+        return _json(await self._control(request, "end", msgspec.to_builtins(ending)))
 
     async def _fail(self, request: web.Request) -> web.StreamResponse:
         reason = decode(await self._body(request), _Failure).reason[:MAX_REASON_CHARS]

@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 KEY: Final = "rollout.agent"
 ROW: Final = "PHYSARUM_ROW"  # variable that names the file with the row
+CONTROL: Final = "PHYSARUM_CONTROL_KEY"  # of an adapter, which sets the reward
+URL: Final = "PHYSARUM_URL"
 TAIL_BYTES: Final = 2_000  # of a program's output, in the reason of a failed attempt
 KILL_S: Final = 10.0
 
@@ -121,7 +123,7 @@ class CommandAgent:
         kind, url = self._config.sandbox, urlsplit(opened.url)
         is_isolated = kind == "isolated"
         settings = {
-            "program": self._config.command,
+            "program": words_of(self._config),
             "directory": self._config.directory,
             "given": ROW,
             "prefix": "physarum-agent-",
@@ -162,6 +164,7 @@ class CommandAgent:
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_BASE_URL": url,
+            **({} if self._config.adapter is None else {CONTROL: opened.keys.control.reveal(), URL: url}),
         }
         is_marked = self._config.sandbox != "isolated"
         return {**environment(self._config.env, marked=is_marked), **of_model, "PYTHONPATH": str(ROOT)}
@@ -174,6 +177,10 @@ class CommandAgent:
             conversation.end("aborted", problem)
         elif opened.reward is not None:
             conversation.reward, conversation.rewards = opened.reward, opened.rewards
+            if opened.turn_rewards:
+                conversation.sample_metadata["turn_rewards"] = list(opened.turn_rewards)
+            if opened.is_truncated:
+                conversation.end("truncated")
         elif opened.last is not None:
             conversation.text = opened.last.text  # that is graded
 
@@ -206,12 +213,24 @@ class AgentPrograms:
         return cls(config, topology, actor, model) if config.command else None
 
 
+def words_of(config: AgentConfig) -> Sequence[str]:
+    """Return the command line of the program: with an adapter, its interpreter runs that with the other words."""
+    if config.adapter is None:
+        return config.command
+    python, *arguments = config.command
+    module = f"actors.rollout.adapters.{config.adapter}_play"
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import main; sys.path.pop(0)"
+    return [python, "-P", "-c", f"{start}; sys.exit(main(sys.argv[1:]))", *arguments]
+
+
 def _row_of(conversation: Conversation) -> Mapping[str, Any]:
     """Return what an agent gets of its row: never the label."""
     return {"prompt": conversation.prompt, "metadata": conversation.metadata, "index": conversation.index}
 
 
 def _last_line(output: bytes | bytearray, opened: OpenSession) -> str:
-    """Return the end of what a program printed, without its key."""
-    text = output.decode(errors="replace").replace(opened.keys.model.reveal(), "***").strip()
+    """Return the end of what a program printed, without its keys."""
+    text = output.decode(errors="replace").strip()
+    for key in (opened.keys.model, opened.keys.control):
+        text = text.replace(key.reveal(), "***")
     return f": {text.splitlines()[-1][-300:]}" if text else ""

@@ -28,6 +28,8 @@ class OpenSession:
         url: of the listener, without a path.
         reward: that was set; None: none, which is not 0.
         rewards: named ones beside it.
+        turn_rewards: of its turns, in their order, where an environment gives some; None: that turn has none.
+        is_truncated: whether its environment was cut off, and is not over.
         failure: why its environment says that it failed; empty: it did not.
         last: the newest message of the model.
         over: set once a holder of the control key ends the session or says that it failed.
@@ -38,6 +40,8 @@ class OpenSession:
     session: Session
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])
+    turn_rewards: tuple[float | None, ...] = ()
+    is_truncated: bool = False
     failure: str = ""
     last: ChatMessage | None = None
     num_turns: int = 0
@@ -114,6 +118,7 @@ class OpenSessions:
                 opened.failure = str(content["reason"])
                 opened.over.set()
             case "end":
+                opened.is_truncated = bool(content.get("truncated"))
                 opened.over.set()
             case "show":
                 pass
@@ -123,12 +128,15 @@ class OpenSessions:
         if content.get("answer") is not None:
             raise TurnRefused("parameter", "answer: rewards of single answers are not implemented yet")
         reward, named = content.get("reward"), dict(content.get("rewards") or {})
-        for value in [] if reward is None else [reward, *named.values()]:
+        turns = tuple(content.get("turns") or ())
+        for value in [] if reward is None else [reward, *named.values(), *(turn for turn in turns if turn is not None)]:
             if (problem := reward_problem(value)) is not None:
                 raise TurnRefused("parameter", f"reward = {value}: {problem}")
         if reward is None and named:
             raise TurnRefused("parameter", "rewards without a reward: set both")
-        opened.reward, opened.rewards = reward, named
+        if len(turns) > opened.num_turns:
+            raise TurnRefused("parameter", f"turns has {len(turns)} rewards: the session has {opened.num_turns} turns")
+        opened.reward, opened.rewards, opened.turn_rewards = reward, named, turns
 
     def _found(self, session: str) -> OpenSession:
         opened = self._open.get(session)

@@ -116,6 +116,9 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if project is not None and generate is not None and project_of(generate) != project:
         message = f"must be a function of {project} too, which the rollout function of {project} calls"
         yield Problem.of("rollout.custom_generate", generate, message)
+    if rollout.agent.adapter is not None and not rollout.agent.command:
+        message = "needs rollout.agent.command: a Python interpreter that has the package, and arguments"
+        yield Problem.of("rollout.agent.adapter", rollout.agent.adapter, message)
     for key in ("custom_generate", "custom_rollout") if rollout.agent.command else ():
         if (name := getattr(rollout, key)) is not None:
             yield Problem.of(f"rollout.{key}", name, "has no effect with rollout.agent: leave one of them out")

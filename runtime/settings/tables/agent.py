@@ -17,6 +17,9 @@ class AgentConfig(Config, frozen=True, kw_only=True):
     # Program and arguments. It starts in a directory of its own, with the address and the key of the model in its
     # environment ([agents](../train/agents.md)). An exit code other than 0 is a failed attempt. Default: no program.
     command: Program[tuple[Text, ...]] = ()
+    # Kind of environment that a program of Physarum plays ([environments](../train/agents.md#environments)). `command`
+    # is then a Python interpreter that has its package, and arguments of that program.
+    adapter: Code[Literal["gymnasium"] | None] = None
     # What guards the machine and the run. "isolated" (Linux) hides the run's files and all other processes, and leaves
     # no network but the way to the model. "process" sets the limits that graders have, and "none" sets none; neither
     # hides anything.

@@ -139,9 +139,9 @@ def test_each_key_does_what_it_is_for(tmp_path: Path) -> None:
             assert (await door.send("PUT", "/session/reward", wrong, control))[0] == 400
         assert (await door.post("/session/end", {}, control))[0] == 200
         assert [call[1:] for call in door.sessions.calls] == [
-            ("reward", {"reward": 0.5, "rewards": None, "answer": "a"}),
+            ("reward", {"reward": 0.5, "rewards": None, "answer": "a", "turns": None}),
             ("show", {}),
-            ("end", {}),
+            ("end", {"truncated": False}),
         ]
         assert (await door.post(CHAT, chat(), model))[0] == 410
         assert (await door.send("PUT", "/session/reward", {"reward": 1}, control))[0] == 410

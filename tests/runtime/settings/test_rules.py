@@ -128,6 +128,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem(address: str) -> 
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
         (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "without rollout.max_token_staleness"),
         (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one weight version"),
+        (("rollout.agent.adapter=gymnasium",), "rollout.agent.adapter", "needs rollout.agent.command"),
         (
             ("rollout.agent={command = ['a'], sandbox = 'none'}", "rollout.custom_generate='a.py:f'"),
             "rollout.custom_generate",

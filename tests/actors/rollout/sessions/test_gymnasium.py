@@ -1,0 +1,132 @@
+"""Environments of Gymnasium, its package from PyPI: steps become turns with their rewards; what is absent is not 0."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.rollout.sessions.command import words_of
+from actors.sessions.listener import ListenerSettings, listening
+from messages import GroupCompleted, GroupFailed, SampleStatus
+from runtime.bus.bus import Bus
+from runtime.functions import isolation
+from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
+from runtime.settings.tables.agent import AgentConfig
+from tests.actors.rollout.sessions.test_command import FIRST, ROOT, agent_topology, listener, row, scripted
+from tests.build.turns import answer
+from tests.support.rollout import announcement, next_event, rollout_actor
+from tests.support.scripted_engine import serving
+from tests.support.scripted_sessions import ScriptedSessions, connected
+
+pytestmark = pytest.mark.anyio
+
+REFUSAL = isolation.refusal()
+COUNTING = Path(__file__).with_name("counting_env.py")
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """An interpreter that has the package."""
+    subprocess.run([ROOT / "bin" / "setup", "--with", "gymnasium", "--if-needed"], check=True, timeout=300)
+    return str(ROOT / ".venv-gymnasium" / "bin" / "python")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize(
+    ("ending", "sandbox"), [("terminated", "process"), ("truncated", "process" if REFUSAL else "isolated")]
+)
+async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end(
+    ending: str, sandbox: str, python: str, bus: Bus, router_url: str, tmp_path: Path
+) -> None:
+    command = [python, f"{COUNTING}:make"]
+    topology = agent_topology(tmp_path, adapter="gymnasium", command=command, sandbox=sandbox, attempts=1)
+    given = row(tmp_path)
+    prompt = msgspec.structs.replace(given.prompt, text="", metadata={"ending": ending})
+    async with serving(scripted()) as engine, listener(tmp_path):
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(given, prompt=prompt))
+            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    assert isinstance(event, GroupCompleted)
+    (sample,) = event.samples
+    status = SampleStatus.COMPLETED if ending == "terminated" else SampleStatus.TRUNCATED
+    assert (sample.status, sample.reward, sample.metadata["num_turns"]) == (status, 0.75, 2)
+    assert sample.metadata["turn_rewards"] == [0.5, 0.25]
+    assert engine.requests[1]["input_ids"][4 : 4 + len(FIRST)] == FIRST  # recorded ids
+
+
+async def played(python: str, run_dir: Path, script: Any, *arguments: str, **metadata: Any) -> ScriptedSessions:
+    """Play an episode with scripted answers of the model."""
+    sessions = ScriptedSessions("s1", script=script)
+    file = run_dir / "row.json"
+    file.write_text(json.dumps({"prompt": "Walk.", "metadata": metadata, "index": 0}))
+    words = words_of(AgentConfig(adapter="gymnasium", command=(python, *arguments)))
+    async with listening(run_dir, ListenerSettings()) as url, connected(run_dir, sessions):
+        pair = sessions.pairs["s1"]
+        keys = {"OPENAI_API_KEY": pair.model.reveal(), "PHYSARUM_CONTROL_KEY": pair.control.reveal()}
+        variables = {"PATH": os.environ["PATH"], "PHYSARUM_URL": url, "PHYSARUM_ROW": str(file), **keys}
+        with anyio.fail_after(60):
+            done = await anyio.run_process(words, env=variables, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return sessions
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(330)
+async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tmp_path: Path) -> None:
+    """A message without an action is no step: the model is told what an action is, and the turn has no reward."""
+    said = ["I think", *(f"Move {move}." for move in (2, 2, 1, 1, 1, 2))]
+
+    def walk(request: TurnRequest) -> TurnAnswer:
+        return answer(said[sum(message.role == "assistant" for message in request.messages)])
+
+    make = {"is_slippery": False, "render_mode": "ansi"}
+    sessions = await played(python, tmp_path, walk, "FrozenLake-v1", make=make)
+    (_, first), *_, (_, last) = sessions.turns
+    assert first.messages[0].text.startswith("Walk.\n\n")
+    assert "FFFH" in first.messages[0].text
+    assert "a whole number from 0 to 3" in last.messages[2].text
+    assert [call[1:] for call in sessions.calls] == [
+        ("reward", {"reward": 1.0, "rewards": None, "answer": None, "turns": [None, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]}),
+        ("end", {"truncated": False}),
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(330)
+async def test_an_episode_without_a_step_fails_and_one_that_fills_the_context_is_truncated(
+    python: str, tmp_path: Path
+) -> None:
+    sessions = await played(python, tmp_path, lambda _: answer("no"), "FrozenLake-v1", "--max-turns", "3")
+    assert [call[1:] for call in sessions.calls] == [("fail", {"reason": "the environment gave no reward"})]
+    assert len(sessions.turns) == 3
+
+    def one_step(request: TurnRequest) -> TurnAnswer | TurnRefused:
+        if len(request.messages) > 1:
+            return TurnRefused("context_full", "It does not fit.", num_tokens=9, max_tokens=8)
+        return answer("0")
+
+    sessions = await played(python, tmp_path, one_step, "FrozenLake-v1")
+    assert [call[1] for call in sessions.calls] == ["reward", "end"]
+    assert sessions.calls[0][2]["turns"] == [0.0]
+    assert sessions.calls[1][2] == {"truncated": True}
+
+
+async def test_an_interpreter_without_the_package_fails_its_sample_by_name(
+    bus: Bus, router_url: str, tmp_path: Path
+) -> None:
+    topology = agent_topology(tmp_path, adapter="gymnasium", command=[sys.executable, "FrozenLake-v1"], attempts=1)
+    async with serving(scripted()) as engine, listener(tmp_path):
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(row(tmp_path))
+            failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    assert isinstance(failed, GroupFailed)
+    assert "ModuleNotFoundError: No module named 'gymnasium'" in failed.reason
