@@ -125,15 +125,22 @@ def _in_child(settings: dict[str, Any], folder: str, door: Door | None, *, isola
 
 
 def _run_program(settings: dict[str, Any], folder: str, refusal: str | None) -> int:
-    """Run the program of an agent in a copy of its directory; it finds what is read here in a file of its own."""
+    """Run the program of an agent in a copy of its directory.
+
+    The first line that is read here is in a file of its own; what follows is what the program reads itself.
+    """
     if refusal is not None:
         sys.stderr.write(f"this machine cannot isolate a program: {refusal}\n")
         sys.stderr.flush()  # before os._exit
         return EXIT_INPUT_ERROR
     place, given, own, temporary = (Path(folder, name) for name in ("work", "row.json", "home", "tmp"))
     given.touch(mode=0o600)
-    given.write_bytes(sys.stdin.buffer.read())
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    line, _, rest = sys.stdin.buffer.read().partition(b"\n")
+    given.write_bytes(line)
+    reading, writing = os.pipe()
+    os.write(writing, rest)  # a key, which fits into the pipe
+    os.close(writing)
+    os.dup2(reading, 0)
     temporary.mkdir(mode=0o700)
     if settings["directory"] is None:
         place.mkdir(mode=0o700)

@@ -1,5 +1,10 @@
-"""What adapters of environments share: the row, the session's two keys, turns of the model and rewards."""
+"""What adapters of environments share: the row, the session's two keys, turns of the model and rewards.
 
+The control key comes by standard input: neither the environment nor a file has it, so no child of an adapter can read
+it, such as an agent with a shell.
+"""
+
+import ctypes
 import json
 import os
 import sys
@@ -12,6 +17,7 @@ from typing import Any, Final
 
 TURN_S: Final = 86_400.0  # a connection is held while a turn takes; the run has a limit of its own
 CALL_S: Final = 60.0  # of a control call
+SET_DUMPABLE: Final = 4  # of prctl: without it, no process of this user reads this one's memory
 FULL: Final = "context_length_exceeded"
 Message = Mapping[str, Any]
 
@@ -24,12 +30,14 @@ class Session:
     """The session of a sample, for the program that plays its environment.
 
     Args:
-        variables: environment of the program, with address, keys and file of the row.
+        variables: environment of the program, with address and key of the model, and the file of the row.
     """
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
-        self._url, self._model = variables["PHYSARUM_URL"], variables["OPENAI_API_KEY"]
-        self._control = variables["PHYSARUM_CONTROL_KEY"]
+        self.url, self._model = variables["OPENAI_BASE_URL"].removesuffix("/v1"), variables["OPENAI_API_KEY"]
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
+        self._control = sys.stdin.read().strip()
         self.row: Mapping[str, Any] = json.loads(Path(variables["PHYSARUM_ROW"]).read_text(encoding="utf-8"))
         prompt = self.row["prompt"]
         said: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -56,18 +64,27 @@ class Session:
         self.messages.append(message)
         return message.get("content") or ""
 
-    def end(self, rewards: Sequence[float | None], *, truncated: bool, total: float | None = None) -> None:
+    def end(
+        self,
+        rewards: Sequence[float | None],
+        *,
+        truncated: bool,
+        total: float | None = None,
+        named: Mapping[str, float] | None = None,
+    ) -> None:
         """End the sample with a reward; without any it has failed, as what is absent is not 0.
 
         Args:
             rewards: of each turn so far; None: the environment gave none.
             truncated: whether the episode was cut off, and not over.
             total: the reward; None: the sum of those of turns.
+            named: further rewards by name.
         """
         known = [reward for reward in rewards if reward is not None]
         if total is None and not known:
             return self.fail("the environment gave no reward")
-        content = {"reward": sum(known) if total is None else total, "turns": list(rewards)}
+        reward = sum(known) if total is None else total
+        content = {"reward": reward, "rewards": dict(named or {}), "turns": list(rewards)}
         self._call("PUT", "/session/reward", self._control, content, CALL_S)
         self._call("POST", "/session/end", self._control, {"truncated": truncated}, CALL_S)
 
@@ -77,7 +94,7 @@ class Session:
 
     def _call(self, method: str, path: str, key: str, content: object, timeout_s: float) -> Any:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, json.dumps(content).encode(), headers, method=method)
+        request = urllib.request.Request(self.url + path, json.dumps(content).encode(), headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return json.loads(response.read())

@@ -39,8 +39,6 @@ log = structlog.get_logger()
 
 KEY: Final = "rollout.agent"
 ROW: Final = "PHYSARUM_ROW"  # variable that names the file with the row
-CONTROL: Final = "PHYSARUM_CONTROL_KEY"  # of an adapter, which sets the reward
-URL: Final = "PHYSARUM_URL"
 TAIL_BYTES: Final = 2_000  # of a program's output, in the reason of a failed attempt
 KILL_S: Final = 10.0
 
@@ -76,7 +74,7 @@ class CommandAgent:
         self._num_started += 1
         name = f"s{os.getpid()}.{self._num_started}.{os.urandom(4).hex()}"
         async with self._sessions.opened(conversation, name) as opened:
-            problem = await self._attempt(opened, name, json.dumps(_row_of(conversation)).encode())
+            problem = await self._attempt(opened, name, self._given(conversation, opened))
             if problem or opened.failure:
                 opened.session.cancel_turns()  # nothing of this attempt trains
         self._end(conversation, opened, problem)
@@ -84,7 +82,12 @@ class CommandAgent:
         conversation.sample_metadata["agent_s"] = round(own_s, 3)
         conversation.sample_metadata["model_s"] = round(waited_s, 3)
 
-    async def _attempt(self, opened: OpenSession, name: str, row: bytes) -> str:
+    def _given(self, conversation: Conversation, opened: OpenSession) -> bytes:
+        """Return what a program gets by its input: the row, and of an adapter the key that no child of it may read."""
+        row = json.dumps(_row_of(conversation))
+        return (row if self._config.adapter is None else f"{row}\n{opened.keys.control.reveal()}").encode()
+
+    async def _attempt(self, opened: OpenSession, name: str, given: bytes) -> str:
         """Run the program to its end; return what went wrong, empty if nothing did. Its key ends before it does."""
         output, code = bytearray(), 0
         async with self._running(opened, name) as process, anyio.create_task_group() as group:
@@ -98,7 +101,7 @@ class CommandAgent:
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(anyio.BrokenResourceError):  # it has ended
-                await process.stdin.send(row)
+                await process.stdin.send(given)
             await process.stdin.aclose()
             with suppress(anyio.EndOfStream):
                 while True:
@@ -164,7 +167,6 @@ class CommandAgent:
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_BASE_URL": url,
-            **({} if self._config.adapter is None else {CONTROL: opened.keys.control.reveal(), URL: url}),
         }
         is_marked = self._config.sandbox != "isolated"
         return {**environment(self._config.env, marked=is_marked), **of_model, "PYTHONPATH": str(ROOT)}

@@ -70,10 +70,10 @@ async def played(python: str, run_dir: Path, script: Any, *arguments: str, **met
     words = words_of(AgentConfig(adapter="gymnasium", command=(python, *arguments)))
     async with listening(run_dir, ListenerSettings()) as url, connected(run_dir, sessions):
         pair = sessions.pairs["s1"]
-        keys = {"OPENAI_API_KEY": pair.model.reveal(), "PHYSARUM_CONTROL_KEY": pair.control.reveal()}
-        variables = {"PATH": os.environ["PATH"], "PHYSARUM_URL": url, "PHYSARUM_ROW": str(file), **keys}
+        of_model = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": pair.model.reveal()}
+        variables = {"PATH": os.environ["PATH"], "PHYSARUM_ROW": str(file), **of_model}
         with anyio.fail_after(60):
-            done = await anyio.run_process(words, env=variables, check=False)
+            done = await anyio.run_process(words, env=variables, input=pair.control.reveal().encode(), check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return sessions
 
@@ -94,7 +94,7 @@ async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tm
     assert "FFFH" in first.messages[0].text
     assert "a whole number from 0 to 3" in last.messages[2].text
     assert [call[1:] for call in sessions.calls] == [
-        ("reward", {"reward": 1.0, "rewards": None, "answer": None, "turns": [None, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]}),
+        ("reward", {"reward": 1.0, "rewards": {}, "answer": None, "turns": [None, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]}),
         ("end", {"truncated": False}),
     ]
 
