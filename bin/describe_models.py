@@ -15,12 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from bin.entry import docs_folder, parser_of
+from runtime.models.config import not_in_tiny_engine
 from runtime.models.config_keys import CODE, TABLE, ConfigTable, ModelKeys, without_effect
 from runtime.models.family import Family, families
 from runtime.models.quantization import METHODS, QUANTIZATION
 
 PAGE: Final = "model-keys.md"
+HEAD_DIM: Final = 64  # where a class has no default
 CONFIGS: Final = ("config", "text_config", "decoder_config")  # what transformers calls a model's configuration
 GENERATION: Final = "transformers.generation."  # reads settings of sampling, and takes no part in a forward pass
 LOADING: Final = ("from_pretrained", "from_dict", "get_config_dict", "_get_config_dict", "save_pretrained", "__init__")
@@ -29,12 +33,11 @@ HEAD: Final = """# Model families and keys of config.json
 Written by `bin/describe-models` from the declarations of `runtime/models/families` and the source of transformers
 {version}; do not edit.
 
-| `model_type` | models | class of transformers | SGLang 0.5.23 (CPU) |
-|---|---|---|---|
+| `model_type` | models | class of transformers | tiny engine | SGLang 0.5.23 (CPU) |
+|---|---|---|---|---|
 {families}
 
-The trainer computes all of them, the tiny engine those without multi-latent attention, attention sinks and
-linear attention.
+The trainer computes all of them.
 How to add one: [families](../develop/model-families.md). A key of a model's `config.json` is one of these:
 
 - **built**: trainer and tiny engine compute what it says. Values that they cannot compute are refused.
@@ -111,7 +114,18 @@ def page(table: ConfigTable) -> str:
 
 def _family_row(family: Family) -> str:
     names = ", ".join(f"`{name}`" for name in family.model_types)
-    return f"| {names} | {family.title} | `{family.architecture}` | {family.on_sglang} |"
+    return f"| {names} | {family.title} | `{family.architecture}` | {_on_tiny_engine(family)} | {family.on_sglang} |"
+
+
+def _on_tiny_engine(family: Family) -> str:
+    """Return whether the tiny engine serves a family, given the blocks of the defaults of its class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config: Any = CONFIG_MAPPING[family.model_type]
+    keys = {"head_dim": HEAD_DIM} | config().to_dict()
+    own = {key: keys[key] for key in family.attention.__struct_fields__ if key in keys}
+    lacking = not_in_tiny_engine(msgspec.convert(own, family.attention).layers())
+    return f"no: {', '.join(lacking)}" if lacking else "yes"
 
 
 def _row(key: str, reads: dict[str, Mapping[str, Any]]) -> str:

@@ -5,14 +5,14 @@ the same model, which is the checkpoint's.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from runtime.models.blocks import Attention, DeltaNet, Experts, Layer, Mlp, ModelShape
+from runtime.models.blocks import Attention, DeltaNet, Experts, Layer, Mla, Mlp, ModelShape
 from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
 from runtime.models.family import Composite, Family, family_of
@@ -37,6 +37,8 @@ IGNORE: Final = "model.ignore_config_keys"  # the setting
 TEXT: Final = "text_config"  # key of a composite model: the keys of its text model
 OF_WHOLE: Final = ("architectures", "tie_word_embeddings")  # keys that a composite model has outside of it
 OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
+
+IN_TINY_ENGINE: Final = (Attention, Mla, DeltaNet)  # attention that the tiny engine computes
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +193,7 @@ def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> Mo
         ModelError: as `read_model`, or the tiny engine cannot compute a block of the model.
     """
     model = read_model(directory, ignored)
-    if lacking := list(_not_in_tiny_engine(model.shape)):
+    if lacking := not_in_tiny_engine(layer.attention for layer in model.shape.layers):
         raise ModelError(
             f"{directory / CONFIG}: the tiny engine does not support {' and '.join(lacking)} "
             f'({model.shape.architecture}); use kind = "sglang"'
@@ -199,15 +201,9 @@ def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> Mo
     return model
 
 
-def _not_in_tiny_engine(shape: ModelShape) -> Iterator[str]:
-    if shape.mla is not None:
-        yield "multi-latent attention"
-    if any(isinstance(layer.attention, DeltaNet) for layer in shape.layers):
-        yield "linear attention"
-    if any(isinstance(layer.attention, Attention) and layer.attention.has_sinks for layer in shape.layers):
-        yield "attention sinks"
-    if shape.experts is not None and shape.experts.clamped is not None:
-        yield "experts with biases"
+def not_in_tiny_engine(blocks: Iterable[msgspec.Struct]) -> list[str]:
+    """Return the kinds of attention that the tiny engine does not compute, by the names of their blocks."""
+    return [kind.__name__ for kind in dict.fromkeys(map(type, blocks)) if kind not in IN_TINY_ENGINE]
 
 
 def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.tiny_engine.model.experts import stacked
-from actors.tiny_engine.model.forward import SAFETENSORS_DTYPE, Pair, Rows
+from actors.tiny_engine.model.forward import SAFETENSORS_DTYPE
+from actors.tiny_engine.model.layers import Pair, Rows
 from runtime.models.blocks import Experts, ModelShape, Weight
 from runtime.models.checksums import combined, tensor_checksum
 from runtime.models.directory import ModelError, read_json

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.models.blocks import EXPERT_STACKS, Experts, Weight
+from runtime.models.blocks import EXPERT_STACKS, Clamped, Experts, Weight
 
 BIAS: Final = "router.expert_bias"  # float32 in every engine: updates of it are smaller than bfloat16 can hold
-_NAME: Final = re.compile(r"(?P<experts>.+)\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc\d)\.weight")
+_OF_EXPERTS: Final = "mlp.experts."  # names of stacks in a layer
+_NAME: Final = re.compile(
+    r"(?P<experts>.+)\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc\d)\.(?P<kind>weight|bias)"
+)
 
 
 class Stacked(NamedTuple):
@@ -26,14 +29,14 @@ class Stacked(NamedTuple):
 
 
 def stacked(weight: Weight) -> Stacked | None:
-    """Return the place of a matrix that is stacked; None: it is not one of an expert."""
+    """Return the place of a matrix or bias that is stacked; None: it is not one of an expert."""
     match = _NAME.fullmatch(weight.name)
     if match is None:
         return None
-    of_layer = weight.engine_name.rpartition(f".{match['number']}.")[0]
-    return Stacked(
-        f"{match['experts']}.{match['linear']}", f"{of_layer}.{EXPERT_STACKS[match['linear']]}", int(match["number"])
-    )
+    ending = "_bias" if match["kind"] == "bias" else ""
+    of_layer = weight.engine_name.rpartition("." if weight.place else f".{match['number']}.")[0]
+    joined = EXPERT_STACKS[match["linear"]] + ending
+    return Stacked(f"{match['experts']}.{match['linear']}{ending}", f"{of_layer}.{joined}", int(match["number"]))
 
 
 def experts_output(x: Tensor, held: Mapping[str, Tensor], block: Experts) -> Tensor:
@@ -49,10 +52,11 @@ def experts_output(x: Tensor, held: Mapping[str, Tensor], block: Experts) -> Ten
     """
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = _routed(flat, held, block)
+    stacks = {name.removeprefix(_OF_EXPERTS): stack for name, stack in held.items() if name.startswith(_OF_EXPERTS)}
     out = torch.zeros_like(flat)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)
-        own = _swiglu(flat[tokens], held["mlp.experts.linear_fc1"][expert], held["mlp.experts.linear_fc2"][expert])
+        own = _expert(flat[tokens], {name: stack[expert] for name, stack in stacks.items()}, block.clamped)
         out.index_add_(0, tokens, own * weights[tokens, place, None].to(own.dtype))
     if block.shared_size:
         first, second = (held[f"mlp.shared_experts.linear_fc{number}.weight"] for number in (1, 2))
@@ -63,6 +67,16 @@ def experts_output(x: Tensor, held: Mapping[str, Tensor], block: Experts) -> Ten
     return out.view_as(x)
 
 
+def _expert(x: Tensor, own: Mapping[str, Tensor], clamped: Clamped | None) -> Tensor:
+    """Compute an expert. With clamped units its matrices are [in, out], and gates and others alternate."""
+    if clamped is None:
+        return _swiglu(x, own["linear_fc1"], own["linear_fc2"])
+    gate, up = torch.addmm(own["linear_fc1_bias"], x, own["linear_fc1"]).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    unit = gate * torch.sigmoid(gate * clamped.gain) * (up + 1)
+    return torch.addmm(own["linear_fc2_bias"], unit, own["linear_fc2"])
+
+
 def _swiglu(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     gate, up = F.linear(x, first).chunk(2, -1)
     return F.linear(F.silu(gate) * up, second)
@@ -70,7 +84,8 @@ def _swiglu(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def _routed(flat: Tensor, held: Mapping[str, Tensor], block: Experts) -> tuple[Tensor, Tensor]:
     """Return the weights and numbers of each token's experts, [T, k], computed in float32."""
-    logits = F.linear(flat.float(), held["mlp.router.weight"].float())
+    bias = held.get("mlp.router.bias")
+    logits = F.linear(flat.float(), held["mlp.router.weight"].float(), None if bias is None else bias.float())
     scores = logits.softmax(-1) if block.score == "softmax" else logits.sigmoid()
     choice = scores + held["mlp.router.expert_bias"] if block.has_bias else scores
     if block.num_groups is not None and block.num_groups_per_tok is not None:

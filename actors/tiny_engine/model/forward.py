@@ -1,28 +1,29 @@
 """Weights and forward pass of a model in plain tensor operations, in float32 or bfloat16.
 
 Weights are stored fused, for the forward pass. `Weights.named` holds views of them by Hugging Face name, for
-loading and random initialization.
+loading and random initialization. How a layer mixes tokens is in layers.py and delta_net.py.
 
 Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D head size, E hidden size.
 """
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from actors.tiny_engine.model.delta_net import mixed
 from actors.tiny_engine.model.experts import BIAS, experts_output, stacked
-from runtime.models.blocks import Attention, Experts, Mlp, ModelShape, Weight, norm
+from actors.tiny_engine.model.layers import Layer, Past, Rows, attended, linear, normed
+from runtime.models.blocks import Attention, DeltaNet, Experts, ModelShape, Weight, norm
 from runtime.models.config import ModelError
-from runtime.models.rope import Rope
 from runtime.models.safetensors import safetensors_files
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -30,45 +31,6 @@ CHECKSUM_DIGITS: Final = 16
 SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _STAMPS: Final = itertools.count(1)
-# by rotary embedding: cosines and signed sines of positions, and the factor of queries there
-Waves = Mapping[Rope, tuple[Tensor, Tensor, Tensor | None]]
-Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
-
-
-class Pair(NamedTuple):
-    """The joined pairs of a LoRA adapter for one fused weight (adapters.py). R: rows of a batch."""
-
-    a: Tensor  # [sum of ranks, in]
-    b: Tensor  # [sum of ranks, out of the fused weight]
-    scale: float
-
-    def add(self, out: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add the product to the output of the linear layer, in place.
-
-        Args:
-            out: output [R, ..., out].
-            x: input [R, ..., in].
-            rows: those that get it; None: all.
-        """
-        narrow = (x if rows is None else x[rows]) @ self.a.t()
-        if rows is None:
-            out.view(-1, out.shape[-1]).addmm_(narrow.view(-1, narrow.shape[-1]), self.b, alpha=self.scale)
-        else:
-            out.index_add_(0, rows, narrow @ self.b, alpha=self.scale)
-
-
-LayerRows = tuple[Mapping[str, Pair], Tensor | None]  # pairs of an adapter by name of the fused weight, with its rows
-Rows = Sequence[tuple[Sequence[Mapping[str, Pair]], Tensor | None]]  # the same of all layers; None: all rows
-
-
-@dataclass(slots=True)
-class Layer:
-    """Weights of one layer, fused, by the names of the trainer. `qk_scale` is derived; see `Weights.settle`."""
-
-    attention: Attention
-    mlp: Mlp | Experts
-    held: dict[str, Tensor]
-    qk_scale: Tensor | None = None  # [H + K, D]: the norms of queries and keys, per head
 
 
 @dataclass(slots=True)
@@ -89,7 +51,7 @@ class Weights:
         """Recompute derived tensors and change the stamp. Call it after the named tensors changed."""
         self.stamp = next(_STAMPS)
         for layer in self.layers:
-            if layer.attention.head_norms:
+            if isinstance(layer.attention, Attention) and layer.attention.head_norms:
                 norms = torch.stack([layer.held[f"self_attention.{kind}_layernorm.weight"] for kind in ("q", "k")])
                 norms = norms.float() + 1.0 if self.config.has_centred_norms else norms
                 repeats = torch.tensor([layer.attention.heads, layer.attention.kv_heads])
@@ -120,7 +82,6 @@ def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
 
     def make(weight: Weight, held: dict[str, Tensor]) -> Tensor:
         """Allocate a weight, or the stack that it belongs to, as an entry of `held`, and name the parts."""
-        (weight,) = config.spelled([weight])
         rows, further = [shape[0] for shape in weight.parts.values()], next(iter(weight.parts.values()))[1:]
         place, name = stacked(weight), weight.name.lstrip(".")
         if place is None:
@@ -132,24 +93,31 @@ def allocate(config: ModelShape, dtype: torch.dtype = torch.float32) -> Weights:
                 assert config.experts is not None
                 held[name] = new(place.engine_name, config.experts.num_experts, sum(rows), *further)
             tensor = held[name][place.number]
-        if weight.is_stored_joined:
+        if weight.place is not None:  # the files have the stack, too
+            named.update(dict.fromkeys(weight.in_files, held[name]))
+        elif weight.is_stored_joined:
             named[weight.joined] = tensor
         else:
             named.update(zip(weight.parts, tensor.split(rows), strict=True))
         return tensor
 
     vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
-    embedding = make(Weight("", {"model.embed_tokens.weight": vocabulary}), {})
-    head = embedding if config.tie_word_embeddings else make(Weight("", {"lm_head.weight": vocabulary}), {})
-    layers: list[Layer] = []
-    for index, layer in enumerate(config.layers):
-        assert isinstance(layer.attention, Attention)  # read_tiny_engine_model refuses others
-        held = dict[str, Tensor]()
-        for weight in layer.weights(hidden):
-            make(weight.within("", f"model.layers.{index}"), held)
-        layers.append(Layer(layer.attention, layer.mlp, held))
-    final = make(norm("", hidden, "model.norm"), {})
+    outside = [Weight("", {"model.embed_tokens.weight": vocabulary}), Weight("", {"lm_head.weight": vocabulary})]
+    of_embedding, of_head, of_norm = config.spelled([*outside, norm("", hidden, "model.norm")])
+    embedding = make(of_embedding, {})
+    head = embedding if config.tie_word_embeddings else make(of_head, {})
+    layers = [Layer(layer.attention, layer.mlp, {}) for layer in config.layers]
+    for index, weight in _weights_of_layers(config):
+        make(weight, layers[index].held)
+    final = make(of_norm, {})
     return Weights(config=config, embedding=embedding, head=head, norm=final, layers=layers, fused=fused, named=named)
+
+
+def _weights_of_layers(config: ModelShape) -> Iterator[tuple[int, Weight]]:
+    """Yield the tensors of all layers with the number of the layer, by their names in the files."""
+    for index, layer in enumerate(config.layers):
+        for weight in layer.weights(config.hidden_size):
+            yield from ((index, own) for own in config.spelled([weight.within("", f"model.layers.{index}")]))
 
 
 def load(
@@ -213,6 +181,8 @@ def _load_file(weights: Weights, file: Path, num_mtp_layers: int) -> None:
 def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: torch.dtype = torch.float32) -> Weights:
     """Initialize weights at random: norms multiply by 1, biases are 0, others normal and rounded to `dtype`.
 
+    Logarithms of decays are 0, too.
+
     Args:
         config: shape of the model.
         seed: seed of the generator.
@@ -223,8 +193,11 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: 
     spelled = SAFETENSORS_DTYPE[dtype]
     weights = allocate(config, computed_in)
     generator = torch.Generator().manual_seed(seed)
+    starts = {name: weight.start for _, weight in _weights_of_layers(config) for name in weight.in_files}
     for name, tensor in weights.named.items():
-        if tensor.dim() == 1 and name.endswith(".weight"):
+        if start := starts.get(name):
+            tensor.fill_(1.0 if start == "one" else 0.0)
+        elif tensor.dim() == 1 and name.endswith(".weight"):
             tensor.fill_(0.0 if config.has_centred_norms else 1.0)
         elif name.endswith("bias"):
             tensor.zero_()
@@ -236,56 +209,13 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str, computed_in: 
     return weights
 
 
-def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
-    """RoPE table: cosines and signed sines of every position, [length, 2, 1, D].
-
-    A rotation is `x * cos + swapped(x) * sin`. Coordinates that are not rotated have cosine 1 and sine 0.
-    """
-    rotated = int(head_dim * rope.share)
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.is_stretched:
-        frequencies = torch.tensor(rope.stretched(frequencies.tolist()))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    if rope.is_interleaved:
-        table = torch.stack((cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)), 1)
-    else:
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    rest = torch.tensor([1.0, 0.0]).view(1, 2, 1).expand(length, 2, head_dim - rotated)
-    return torch.cat((table, rest), -1).unsqueeze(2)
-
-
-def growth_table(rope: Rope, length: int) -> Tensor | None:
-    """Factor of the queries at every position, [length, 1, 1]; None: queries do not grow."""
-    if rope.growth is None:
-        return None
-    places = torch.arange(length, dtype=torch.float32)
-    return (1 + rope.growth.beta * torch.log(1 + torch.floor(places / rope.growth.length)))[:, None, None]
-
-
-def swapped(x: Tensor, rope: Rope) -> Tensor:
-    """Give each rotated coordinate of heads [..., D] the other one of its plane."""
-    size = x.shape[-1]
-    if rope.share == 1.0 and not rope.is_interleaved:
-        return x.roll(size // 2, -1)
-    rotated = x[..., : int(size * rope.share)]
-    if rope.is_interleaved:
-        rotated = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        rotated = rotated.roll(rotated.shape[-1] // 2, -1)
-    return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
-
-
-def hidden_states(weights: Weights, ids: Tensor, waves: Waves, attend: Attend, adapters: Rows = ()) -> Tensor:
+def hidden_states(weights: Weights, ids: Tensor, past: Past, adapters: Rows = ()) -> Tensor:
     """Embed tokens, and run all blocks and the final norm.
 
     Args:
         weights: the model.
         ids: tokens, [N].
-        waves: cosines and signed sines of the tokens' positions for each rotary embedding (`rope_table`), and the
-            factor of queries (`growth_table`); they broadcast against [N, H + K, D].
-        attend: stores a layer's new keys and values and computes attention.
+        past: what the tokens see of earlier ones.
         adapters: LoRA adapters, with the rows of the first dimension of N that each computes.
 
     Returns:
@@ -298,62 +228,19 @@ def hidden_states(weights: Weights, ids: Tensor, waves: Waves, attend: Attend, a
     for index, layer in enumerate(weights.layers):
         held = layer.held
         own = [(layers[index], rows) for layers, rows in adapters]
-        normed = _normed(x, held.get("input_layernorm.weight"), config)
-        mixed = attend(index, *_queries_and_keys(normed, layer, config, waves, own))
-        added = _linear(mixed, layer, "self_attention.linear_proj", own)
-        x = x + _normed(added, held.get("self_attn_bda.weight"), config)
-        normed = _normed(x, held.get("pre_mlp_layernorm.weight"), config)
+        normal = normed(x, held.get("input_layernorm.weight"), config)
+        mix = mixed if isinstance(layer.attention, DeltaNet) else attended
+        added = linear(mix(index, normal, layer, config, past, own), layer, "self_attention.linear_proj", own)
+        x = x + normed(added, held.get("self_attn_bda.weight"), config)
+        normal = normed(x, held.get("pre_mlp_layernorm.weight"), config)
         if isinstance(layer.mlp, Experts):
-            added = experts_output(normed, held, layer.mlp)
+            added = experts_output(normal, held, layer.mlp)
         else:
-            gate, up = _linear(normed, layer, "mlp.linear_fc1", own).chunk(2, -1)
+            gate, up = linear(normal, layer, "mlp.linear_fc1", own).chunk(2, -1)
             gate = F.silu(gate) if layer.mlp.activation == "silu" else F.gelu(gate, approximate="tanh")
-            added = _linear(gate * up, layer, "mlp.linear_fc2", own)
-        x = x + _normed(added, held.get("mlp_bda.weight"), config)
-    return _normed(x, weights.norm, config)
-
-
-def _queries_and_keys(
-    x: Tensor, layer: Layer, config: ModelShape, waves: Waves, adapters: Sequence[LayerRows]
-) -> tuple[Tensor, Tensor]:
-    """Return rotated queries [N, H, D], and rotated keys next to values [N, 2K, D]."""
-    attention = layer.attention
-    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
-    qkv = _linear(x, layer, "self_attention.linear_qkv", adapters)
-    qkv = qkv.view(*x.shape[:-1], heads + 2 * kv_heads, size)
-    normed = rotated = qkv[..., : heads + kv_heads, :]
-    if layer.qk_scale is not None:
-        normed = (F.rms_norm(rotated, (size,), None, config.rms_norm_eps) * layer.qk_scale).to(x.dtype)
-    if attention.joint_norms:
-        norms = [layer.held[f"self_attention.{kind}_layernorm.weight"] for kind in ("q", "k")]
-        parts = rotated.split((heads, kv_heads), dim=-2)
-        both = (_normed(part.flatten(-2), own, config) for part, own in zip(parts, norms, strict=True))
-        normed = torch.cat([part.unflatten(-1, (-1, size)) for part in both], dim=-2)
-    growth = None
-    if attention.rope is not None:
-        cos, sin, growth = waves[attention.rope]
-        torch.addcmul(normed * cos, swapped(normed, attention.rope), sin, out=rotated)
-    elif normed is not rotated:
-        rotated.copy_(normed)
-    queries = qkv[..., :heads, :]
-    return queries if growth is None else queries * growth, qkv[..., heads:, :]
-
-
-def _normed(x: Tensor, weight: Tensor | None, config: ModelShape) -> Tensor:
-    """Apply an RMSNorm. None: there is no norm."""
-    if weight is None:
-        return x
-    if config.has_centred_norms:  # 1 plus the weight would be rounded in bfloat16
-        return F.rms_norm(x.float(), weight.shape, weight.float() + 1.0, config.rms_norm_eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
-
-
-def _linear(x: Tensor, layer: Layer, name: str, adapters: Sequence[LayerRows]) -> Tensor:
-    out = F.linear(x, layer.held[f"{name}.weight"], layer.held.get(f"{name}.bias"))
-    for pairs, rows in adapters:
-        if (pair := pairs.get(name)) is not None:
-            pair.add(out, x, rows)
-    return out
+            added = linear(gate * up, layer, "mlp.linear_fc2", own)
+        x = x + normed(added, held.get("mlp_bda.weight"), config)
+    return normed(x, weights.norm, config)
 
 
 def released(weights: Weights) -> Weights:

@@ -2,9 +2,9 @@
 
 Running requests occupy the first slots, so a decode works on plain slices. When requests end, the last ones move
 into the holes. Requests with equal tokens, such as the samples of a group, are prefilled once: the others copy the
-keys and values.
+keys and values, and the states of linear layers behind these tokens.
 
-Shapes: S slots, n running, L layers, H heads, K KV heads, D head size, C capacity in tokens, B x Q prefill.
+Shapes: n running, E hidden size, B x Q prefill.
 """
 
 from array import array
@@ -18,11 +18,10 @@ from torch import Tensor
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
 from actors.tiny_engine.model.adapters import Adapter, rows_of
-from actors.tiny_engine.model.forward import Waves, Weights, growth_table, hidden_states, rope_table
-from runtime.models.blocks import Attention
+from actors.tiny_engine.model.caches import NEVER, Border, Caches, Decode, Prefill
+from actors.tiny_engine.model.forward import Weights, hidden_states
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
-NEVER: Final = float("-inf")
 _TOKEN, _POSITION, _SEED, _TOP_K = range(4)
 _TEMPERATURE, _TOP_P, _MIN_P, _KIND = range(4)
 _PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of sampling
@@ -44,6 +43,12 @@ class Prefilled(NamedTuple):
     state: Tensor  # [E]
     stamp: int
     adapter: Adapter | None
+    border: Border  # states behind the last token; decodes of the slot change its own
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of the tokens."""
+        return len(self.ids) // array("q").itemsize
 
 
 class KvSlots:
@@ -55,17 +60,14 @@ class KvSlots:
         self.weights = weights
         self.num_slots = num_slots
         self.context_length = context_length
-        self._capacity = 0
+        self.caches = Caches(weights.config, num_slots=num_slots, dtype=weights.embedding.dtype)
         self._ints = torch.zeros(num_slots, 4, dtype=torch.int64)
         self._floats = torch.zeros(num_slots, 4)
-        self._windows = {self._window(layer) for layer in range(weights.config.num_layers)} - {0}
         self._num_greedy = 0
         self._num_truncating = 0
         self._num_floored = 0
         self._num_tempered = 0
         self._num_adapted = 0
-        self._cache = torch.empty(0)
-        self._allocate(0)
 
     @property
     def num_free(self) -> int:
@@ -98,9 +100,8 @@ class KvSlots:
         """Advance every running request by one token."""
         num = len(self.requests)
         positions = self._ints[:num, _POSITION]
-        longest = int(positions.max()) + 1
-        self._reserve(longest)
-        states = self._decode_states(positions, longest)
+        self._reserve(int(positions.max()) + 1)
+        states = self._decode_states(positions)
         positions += 1
         return self._draw(states, 0)
 
@@ -116,7 +117,7 @@ class KvSlots:
             self._ints[holes] = self._ints[movers]
             self._floats[holes] = self._floats[movers]
             used = int(self._ints[holes, _POSITION].max())
-            self._cache[:, holes, :, :used] = self._cache[:, movers, :, :used]
+            self.caches.move(movers, holes, used)
             for hole, mover in zip(holes, movers, strict=True):
                 self.requests[hole] = self.requests[mover]
                 self._prefilled[hole] = self._prefilled[mover]
@@ -131,38 +132,13 @@ class KvSlots:
     def free(self) -> None:
         """Release the memory of the slots, all of which must be free; it is allocated again on demand."""
         assert not self.requests, "slots in use are not freed"
-        self._allocate(0)
-
-    def _window(self, layer: int) -> int:
-        """Return the number of keys that a query of a layer sees, its own among them. 0: all up to its own."""
-        block = self.weights.config.layers[layer].attention
-        return (block.window or 0) if isinstance(block, Attention) else 0
-
-    def _scale(self, layer: int) -> float | None:
-        """Return the factor of a layer's scores. None: the inverse root of the head size."""
-        block = self.weights.config.layers[layer].attention
-        return block.scale if isinstance(block, Attention) else None
-
-    def _allocate(self, capacity: int) -> None:
-        config, attention = self.weights.config, self.weights.config.attention
-        heads, size = 2 * attention.kv_heads, attention.head_dim
-        old, used, self._capacity = self._cache, self._capacity, capacity
-        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
-        dtype = self.weights.embedding.dtype
-        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, size, dtype=dtype)
-        if self.requests:
-            self._cache[:, :, :, :used] = old
-        self._rows = [layer.view(-1, size) for layer in self._cache]  # a row per slot, head and position
-        self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
-        self._ropes = {rope: rope_table(rope, size, capacity).to(dtype) for rope in config.ropes}  # as transformers
-        growths = {rope: growth_table(rope, capacity) for rope in config.ropes}
-        self._growths = {rope: growth.to(dtype) for rope, growth in growths.items() if growth is not None}
-        self._range = torch.arange(capacity)
+        self.caches.allocate(0, is_used=False)
 
     def _reserve(self, length: int) -> None:
         """Make every slot at least `length` tokens long."""
-        if length > self._capacity:
-            self._allocate(min(self.context_length, max(length, 2 * self._capacity, MIN_CAPACITY)))
+        if length > (old := self.caches.capacity):
+            new = min(self.context_length, max(length, 2 * old, MIN_CAPACITY))
+            self.caches.allocate(new, is_used=bool(self.requests))
 
     def _seat(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
         rows = slice(len(self.requests), len(self.requests) + len(requests))
@@ -192,7 +168,11 @@ class KvSlots:
         A prompt whose log-probs are wanted is computed: slots keep the last hidden state alone.
         """
         stamp, first = self.weights.stamp, len(self.requests)
-        holders = {(each.ids, each.adapter): slot for slot, each in enumerate(self._prefilled) if each.stamp == stamp}
+        holders = {
+            (each.ids, each.adapter): slot
+            for slot, (each, num_kept) in enumerate(zip(self._prefilled, self._num_kept(), strict=True))
+            if each.stamp == stamp and self.caches.has_first(each.num_tokens, num_kept)
+        }
         computed: dict[Request, bytes] = {}
         copied: dict[Request, int] = {}
         for request in requests:
@@ -205,79 +185,42 @@ class KvSlots:
                 copied[request] = source
         return computed, copied
 
+    def _num_kept(self) -> list[int]:
+        """Return the number of tokens in the cache, by slot."""
+        return self._ints[: len(self._prefilled), _POSITION].tolist()
+
     def _compute(self, requests: Mapping[Request, bytes], first: int) -> None:
         """Fill the slots from `first` on with the keys and values of requests, given with their tokens."""
         ids = [request.prompt_ids + request.output_ids for request in requests]
         ends = [len(row) for row in ids]
         longest = max(ends)
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
-        states = self._prefill_states(padded, first, [request.adapter for request in requests])
+        past, adapters = Prefill(self.caches, first, ends), rows_of([request.adapter for request in requests])
+        states = hidden_states(self.weights, padded, past, adapters)
         self._score_prompts(list(requests), states)
         last = states[torch.arange(len(ends)), torch.tensor(ends) - 1]
         stamp = self.weights.stamp
+        borders = self.caches.borders(range(first, first + len(ends)))
         self._prefilled += [
-            Prefilled(own, state, stamp, request.adapter)
-            for (request, own), state in zip(requests.items(), last, strict=True)
+            Prefilled(own, state, stamp, request.adapter, border)
+            for (request, own), state, border in zip(requests.items(), last, borders, strict=True)
         ]
 
     def _copy(self, sources: Mapping[Request, int], first: int) -> None:
         """Fill the slots from `first` on with the keys and values of other slots, given with the requests."""
-        rows = torch.tensor(list(sources.values()))
+        slots = list(sources.values())
         longest = max(request.num_tokens for request in sources)
-        for layer in self._cache:
-            layer[first : first + len(rows), :, :longest] = layer[rows, :, :longest]
+        self.caches.copy(slots, [self._prefilled[slot].border for slot in slots], first, longest)
         self._prefilled += [self._prefilled[source] for source in sources.values()]
         for request in sources:
             if not request.output_ids:
                 request.num_cached = len(request.prompt_ids)
 
-    def _prefill_states(self, ids: Tensor, first: int, adapters: Sequence[Adapter | None]) -> Tensor:
-        """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
-        attention = self.weights.config.attention
-        size, longest = ids.shape
-        repeats = attention.heads // attention.kv_heads
-        apart = self._range[:longest, None] - self._range[:longest]
-        seen = {window: (apart >= 0) & (apart < window) for window in self._windows if window < longest}
-
-        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
-            cached = keys_values.transpose(1, 2)  # [B, 2K, Q, D]
-            self._cache[layer, first : first + size, :, :longest] = cached
-            keys, values = cached.repeat_interleave(repeats, 1).chunk(2, 1) if repeats > 1 else cached.chunk(2, 1)
-            mask = seen.get(self._window(layer))
-            mixed = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale(layer)
-            )
-            return mixed.transpose(1, 2).reshape(size, longest, -1)
-
-        return hidden_states(self.weights, ids, self._waves(slice(longest)), attend, rows_of(adapters))
-
-    def _decode_states(self, positions: Tensor, longest: int) -> Tensor:
+    def _decode_states(self, positions: Tensor) -> Tensor:
         """Hidden states [n, E] of the running requests' last tokens."""
-        attention = self.weights.config.attention
-        num, kv_heads, size = len(self.requests), attention.kv_heads, attention.head_dim
-        rows = (self._row_of[:num] + positions.unsqueeze(1)).view(-1)
-        apart = positions.unsqueeze(1) - self._range[:longest]
-        hidden = torch.zeros(num, longest, dtype=self._cache.dtype).masked_fill_(apart < 0, NEVER)
-        everything = hidden[:, None, None]
-        masks = {window: everything.masked_fill((apart >= window)[:, None, None], NEVER) for window in self._windows}
-
-        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
-            self._rows[layer].index_copy_(0, rows, keys_values.reshape(-1, size))
-            cached = self._cache[layer, :num, :, :longest]
-            grouped = queries.reshape(num, kv_heads, -1, size)  # heads that share keys become query positions
-            keys, values = cached[:, :kv_heads], cached[:, kv_heads:]
-            mask = masks.get(self._window(layer), everything)
-            scale = self._scale(layer)
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(num, -1)
-
+        tokens = self._ints[: len(self.requests), _TOKEN]
         adapters = rows_of([request.adapter for request in self.requests]) if self._num_adapted else ()
-        return hidden_states(self.weights, self._ints[:num, _TOKEN], self._waves(positions), attend, adapters)
-
-    def _waves(self, places: Tensor | slice) -> Waves:
-        """Return cosines and sines of positions, by rotary embedding."""
-        chosen = {rope: table[places] for rope, table in self._ropes.items()}
-        growths = {rope: table[places] for rope, table in self._growths.items()}
-        return {rope: (table[:, 0], table[:, 1], growths.get(rope)) for rope, table in chosen.items()}
+        return hidden_states(self.weights, tokens, Decode(self.caches, positions), adapters)
 
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""

@@ -18,6 +18,7 @@ from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.adapters import ALL, Adapter, AdapterReader
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import read_model
+from tests.actors.trainer.tiny import OF_KIND
 from tests.support.adapters import adapter_config, adapter_tensors, write_adapter
 from tests.support.tiny_client import Answer, EngineClient
 from tests.support.tiny_engine import running_engine
@@ -30,6 +31,8 @@ pytestmark = [
 ATOL = 1e-5  # nats
 PROMPT = [60, 2, 33, 9, 9, 17, 21]
 LONG = 480  # tokens of a request that is still running when something happens to it
+LATENTS = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **OF_KIND["deepseek_v3"]}
+HYBRID = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **OF_KIND["qwen3_5_text"]}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -71,8 +74,10 @@ def run_out(scheduler: Scheduler) -> None:
         (QWEN3, (*ATTENTION, "gate_proj", "up_proj", "down_proj"), {}),
         (LLAMA, ("q_proj", "down_proj"), {"use_rslora": True, "lora_alpha": 3}),
         (QWEN3_MOE, ATTENTION, {"lora_alpha": 1}),
+        (LATENTS, ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), {}),
+        (HYBRID, ATTENTION, {}),
     ],
-    ids=["qwen3", "llama-some-rslora", "moe-attention"],
+    ids=["qwen3", "llama-some-rslora", "moe-attention", "latents", "hybrid"],
 )
 def test_log_probs_are_those_of_peft(
     tmp_path: Path, changes: dict[str, Any], targets: tuple[str, ...], config: dict[str, Any]

@@ -11,15 +11,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actors.tiny_engine.model.receiving import write
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import add_copied, copy_small_files, set_dtype, write_model
 from actors.trainer.models.shapes import check_weights, hf_shapes
+from runtime.models import config
+from runtime.models.blocks import Attention
 from runtime.models.config import ModelError, read_model, read_tiny_engine_model
 from runtime.models.safetensors import SINGLE_FILE, read_tensors
+from tests.actors.tiny_engine.test_tiny_numerics import ATOL, request_of, run_out, scheduler_of
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.models.test_model_parity import load
-from tests.actors.trainer.tiny import TINY, VOCAB, config_of
+from tests.actors.trainer.tiny import VOCAB, config_of
 
 VISION = {
     **{"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16, "patch_size": 2},
@@ -218,8 +222,27 @@ def test_a_value_that_is_not_supported_is_named(name: str, tmp_path: Path) -> No
         read_model(tmp_path)
 
 
-def test_the_tiny_engine_refuses_linear_attention_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tiny_engine_serves_its_text_and_takes_its_export(kind: str, tmp_path: Path) -> None:
+    reference, _ = written(tmp_path, kind)
+    exported = whole_weights([load(tmp_path)[0]], read_hf_config(tmp_path))
+    scheduler, request = scheduler_of(tmp_path), request_of("a", [5, 6, 7], limit=6)
+    for tensor in scheduler.slots.weights.named.values():
+        tensor.zero_()
+    with torch.inference_mode():
+        write(scheduler.slots.weights, exported.items())
+        scheduler.submit([request])
+        run_out(scheduler)
+        logits = reference(input_ids=torch.tensor([request.prompt_ids + request.output_ids])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(request.output_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(request.log_probs), expected, atol=ATOL, rtol=0)
+
+
+def test_attention_that_the_tiny_engine_lacks_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3_next")))
-    with pytest.raises(ModelError, match="the tiny engine does not support linear attention"):
+    assert read_tiny_engine_model(tmp_path) == read_model(tmp_path)
+    monkeypatch.setattr(config, "IN_TINY_ENGINE", (Attention,))
+    with pytest.raises(ModelError, match="the tiny engine does not support DeltaNet"):
         read_tiny_engine_model(tmp_path)
-    assert TINY["hidden_size"] == read_model(tmp_path).shape.hidden_size

@@ -20,7 +20,7 @@ from runtime.models.config import ModelError, read_model
 from runtime.models.family import families, family_of
 from runtime.models.quantization import quantization_of
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
-from tests.actors.tiny_engine.test_tiny_numerics import assert_teacher_forced, request_of, run_out, scheduler_of
+from tests.actors.tiny_engine.test_tiny_numerics import ATOL, request_of, run_out, scheduler_of
 from tests.actors.trainer.hf import classes_of
 from tests.actors.trainer.models.test_model_parity import load
 from tests.support.hub_layouts import LAYOUTS, TALK, VOCABULARY, Layout
@@ -28,7 +28,6 @@ from tests.support.hub_layouts import LAYOUTS, TALK, VOCABULARY, Layout
 TYPES = {name for family in families().values() for name in (family.model_type, *family.same)}
 DECLARED = {name: layout for name, layout in LAYOUTS.items() if layout.config["model_type"] in TYPES}
 PUBLISHED = pytest.mark.parametrize("name", DECLARED)
-SERVED = [name for name, layout in DECLARED.items() if "kv_lora_rank" not in layout.config]  # by the tiny engine
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +73,17 @@ def test_a_published_model_is_trained_as_transformers_computes_it(
         torch.testing.assert_close(built(tokens, None, None), model(tokens).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@PUBLISHED
 def test_the_tiny_engine_serves_a_published_model(name: str, published: Callable[[str], tuple[Path, Any]]) -> None:
-    """transformers opens the same directory: its own config.json, shards and tied weights."""
-    directory, _ = published(name)
+    """As transformers' model computes it, which wrote the directory: its own config.json, shards and tied weights."""
+    directory, model = published(name)
     with torch.inference_mode():
         scheduler, request = scheduler_of(directory), request_of("a", [5, 6, 7], limit=6)
         scheduler.submit([request])
         run_out(scheduler)
-        assert_teacher_forced(directory, request)
+        logits = model(torch.tensor([request.prompt_ids + request.output_ids])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(request.output_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(request.log_probs), expected, rtol=0, atol=ATOL)
 
 
 @PUBLISHED
