@@ -56,15 +56,6 @@ def test_a_model_it_cannot_compute_is_refused(tmp_path: Path, changes: dict[str,
     assert message in refused("--model-path", str(tmp_path), "--port", "0", *DUMMY)
 
 
-def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
-    write_config(
-        tmp_path, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", head_dim=None,
-        num_key_value_heads=None, first_k_dense_replace=0, n_group=1, topk_group=1,
-    )  # fmt: skip
-    line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the tiny engine does not support multi-latent attention (DeepseekV3ForCausalLM)" in line
-
-
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path)
     assert "neither model.safetensors nor" in refused("--model-path", str(tmp_path), "--port", "0")
