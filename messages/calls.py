@@ -1,6 +1,6 @@
 """The call plane: requests to one actor instance, and small answers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -168,6 +168,7 @@ class LocalCopyRequested(Message, kw_only=True, tag="local_copy_requested"):
     files: dict[str, FileSum] = {}  # published sizes and checksums by file name; an existing copy is compared with them
     was_read: bool = False  # an engine has read the copy; it is compared once more, but not made again
     manifest: str = ""  # sha256 of the version's manifest, for a node that does not see `path`
+    series: Literal["", "adapters", "adapters/base"] = ""  # numbered on its own: LoRA adapters, or their base models
 
 
 @register

@@ -164,6 +164,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     pause_s: float  # how long the engine was paused, or started no request because the load blocked it
     took_s: float  # from the moment its rollout actor was due to update it until the version was verified
+    num_moved_on: int = 0  # requests that went on under a newer LoRA adapter, as more were in use than the engine holds
 
 
 class EngineChecksum(msgspec.Struct, frozen=True, kw_only=True):
@@ -387,6 +388,7 @@ class BaseWeights(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileSum] = {}  # as in `WeightsAnnounced`, and so are the others
     engine_sums: EngineSums | None = None
     no_sums: str = ""
+    manifest: str = ""
 
 
 @register

@@ -30,7 +30,7 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.file_checksums import FileChecksum
-from actors.trainer.lora.published import ADAPTERS, BASE, AdapterVersions, gathered_adapters
+from actors.trainer.lora.published import AdapterVersions, gathered_adapters
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.config import DTYPES
@@ -58,7 +58,7 @@ from actors.trainer.weights.writing import RankWriter
 from messages import BaseWeights, WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.functions.table import INIT_HOOK
-from runtime.models.versions import WEIGHTS
+from runtime.models.versions import ADAPTER_BASES, ADAPTERS, WEIGHTS
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
 from runtime.settings.tables.engines import WeightFormat
@@ -142,10 +142,11 @@ class TrainerRank:
             self.calls.serve(served)
         hf = self._replica.hf
         weights = run_directory / WEIGHTS
-        self._versions, self._bases = self._versions_in(weights), self._versions_in(weights / ADAPTERS / BASE)
+        self._versions, self._bases = self._versions_in(weights), self._versions_in(weights / ADAPTER_BASES)
         self._adapters: AdapterVersions | None = None  # engines serve adapters; None: they load full weights
         if serves_adapters(topology):
-            self._adapters = AdapterVersions(weights / ADAPTERS, hf, topology.trainer.lora, self._model_directory)
+            lora, fetched = topology.trainer.lora, fetches_weights(topology)
+            self._adapters = AdapterVersions(weights / ADAPTERS, hf, lora, self._model_directory, is_fetched=fetched)
         self._base: BaseWeights | None = None  # of adapter versions, as this process wrote it
         self._prober = Prober(self._replica, probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings))
         self.prompt_ids: Callable[[], tuple[int, ...]] = tuple  # returns tokens of prompts for the probe; on rank 0

@@ -10,6 +10,7 @@ import msgspec
 
 from bin.slime_scripts.defaults import (
     absent_settings,
+    adapters,
     leave_ignored,
     micro_batches,
     named_choices,
@@ -157,6 +158,7 @@ def _specials(flags: Flags) -> Iterator[Setting]:
     yield from _evaluation(flags)
     yield from _sampling(flags)
     yield from micro_batches(flags)
+    yield from adapters(flags)
     leave_ignored(flags)
 
 

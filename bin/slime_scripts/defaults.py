@@ -1,7 +1,7 @@
 """What slime does beyond the values of flags: its defaults where ours differ, and the flags that it ignores."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from bin.slime_scripts.given import Flags, Setting, answer_of, first, whole_number
@@ -13,6 +13,21 @@ from runtime.settings.topology import Topology
 ENGINES: Final = "engines.policy."
 IGNORE_KL: Final = ("grpo", "gspo", "cispo")  # estimators with which slime has no use for --kl-coef
 MTP_ALONE: Final = "slime trains MTP layers with --enable-mtp-training alone"
+LORA: Final = "trainer.lora"
+ALL_LINEAR: Final = "all-linear"
+OF_ADAPTERS: Final = ("lora-alpha", "lora-dropout", "target-modules", "exclude-modules")
+MODULES: Final[Mapping[str, tuple[str, ...]]] = {  # names of miles and Megatron for layers of Hugging Face
+    ALL_LINEAR: ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
 
 
 def absent_settings(flags: Flags, settled: Collection[str]) -> Iterator[Setting]:
@@ -64,6 +79,38 @@ def named_choices(flags: Flags) -> Iterator[Setting]:
             flags.take(flag)
             state, key = "no" if flags.peek(detail) is not None else "by hand", answer_of(flag).key
             flags.leave_taken(flag, state, f"follows from {key}, --{detail}")
+
+
+def adapters(flags: Flags) -> Iterator[Setting]:
+    """Yield the settings of LoRA, by the flags of miles. With rank 0, as without a rank, all weights train."""
+    rank, path = whole_number(flags.peek("lora-rank")), flags.peek("lora-adapter-path")
+    if not rank and path is not None:
+        flags.take("lora-adapter-path")
+        flags.leave(path, "by hand", "trainer.lora.load; trainer.lora.rank has to be the adapter's")
+        return
+    if not rank and (flags.peek("lora-rank") is None or rank == 0):
+        for flag in ("lora-rank", *OF_ADAPTERS):
+            if (given := flags.take(flag)) is not None:
+                flags.leave(given, "no", "has no effect: without a rank all weights train")
+        return
+    if flags.peek("lora-alpha") is None:
+        yield Setting(key=f"{LORA}.alpha", value=16.0, remark="miles' default without --lora-alpha")
+    chosen, left_out = flags.text("target-modules"), flags.text("exclude-modules")
+    if chosen is None and left_out is None:
+        return
+    excluded = set(_modules(left_out or ""))
+    targets = [name for name in _modules(chosen or ALL_LINEAR) if name not in excluded]
+    remark = " without ".join(f"--{flag}" for flag in ("target-modules", "exclude-modules") if flags.peek(flag))
+    if not excluded and chosen == ALL_LINEAR:
+        yield Setting(key=f"{LORA}.targets", value=ALL_LINEAR, remark=remark)
+    else:
+        yield Setting(key=f"{LORA}.targets", value=targets, remark=remark)
+
+
+def _modules(text: str) -> list[str]:
+    """Return the names of Hugging Face's linear layers in a list of miles, each once."""
+    names = [name for part in text.split(",") if (name := part.strip())]
+    return list(dict.fromkeys(own for name in names for own in MODULES.get(name, (name,))))
 
 
 def whole_choices(flags: Flags, settings: list[Setting]) -> Iterator[Setting]:

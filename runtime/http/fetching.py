@@ -246,16 +246,16 @@ class Published:
     """The versions that the trainer of this node publishes, for the node's room.
 
     Args:
-        root: directory of the versions.
+        roots: directories of versions.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = roots
         self._known: dict[Path, dict[str, Offered]] = {}
 
     def look(self) -> dict[str, Offered]:
         """Return all that is published now."""
-        places = [place for _, place in versions_in(self._root)]
+        places = [place for root in self._roots for _, place in versions_in(root)]
         for gone in self._known.keys() - {*places}:
             del self._known[gone]
         for place in places:

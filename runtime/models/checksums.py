@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from runtime.models.safetensors import read_tensors
+from runtime.models.directory import file_of, has_file
+from runtime.models.safetensors import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, read_file, read_tensors
 
 
 class Checksums(NamedTuple):
@@ -70,15 +71,13 @@ def digits_of(ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def checksums_of(directory: Path) -> Checksums:
-    """Checksums of the safetensors checkpoint in a directory, from its files alone.
+    """Checksums of the safetensors checkpoint in a directory, or else of peft's adapter there, from its files alone.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not in the safetensors format, or is truncated.
     """
-    return combined(
-        {
-            tensor.name: tensor_checksum(tensor.name, tensor.dtype, tensor.shape, tensor.data())
-            for tensor in read_tensors(directory).values()
-        }
-    )
+    is_model = has_file(directory, SINGLE_FILE) or has_file(directory, INDEX_FILE)
+    adapter = None if is_model else file_of(directory, ADAPTER_FILE)
+    tensors = read_tensors(directory).values() if adapter is None else read_file(adapter).tensors
+    return combined({each.name: tensor_checksum(each.name, each.dtype, each.shape, each.data()) for each in tensors})

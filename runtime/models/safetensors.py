@@ -11,6 +11,7 @@ from runtime.models.directory import ModelError, decoded, file_of, has_file, rea
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+ADAPTER_FILE: Final = "adapter_model.safetensors"  # of peft
 MAX_HEADER_BYTES: Final = 32 << 20  # of a file, or of an index; the format allows 100 MB, which takes gigabytes to read
 MAX_TENSORS: Final = 500_000  # of a checkpoint; the largest known one has 140,000
 METADATA: Final = "__metadata__"  # an entry of the header that is not a tensor

@@ -11,6 +11,9 @@ from runtime.models.delta import NOTE, Version
 from runtime.util.files import write_atomically
 
 WEIGHTS: Final = "weights"  # in the run directory: the versions that the trainer publishes
+ADAPTERS: Final = "adapters"  # in that: LoRA adapters
+ADAPTER_BASES: Final = "adapters/base"  # in that: the base models of these adapters, in full
+SERIES: Final = ("", ADAPTERS, ADAPTER_BASES)  # directories of versions that are numbered, copied and kept on their own
 _NAME: Final = re.compile(r"v(\d{6,})")
 
 

@@ -71,7 +71,7 @@ class LocalCopies:
 
     async def _compare(self, version: Version, request: LocalCopyRequested) -> LocalCopyGiven:
         """Verify the files of a copy that an engine has read, without changing it."""
-        place = self._directory / name_of(version.number)
+        place = self._directory / request.series / name_of(version.number)
         with anyio.move_on_after(request.timeout_s):
             damage = await self._looks.look(version, partial(damage_of, place, version, request.files))
             return LocalCopyGiven(reason=clipped(damage, REASON_CHARS)) if damage else LocalCopyGiven(path=str(place))
@@ -111,17 +111,20 @@ class LocalCopies:
     def _made(self, version: Version, request: LocalCopyRequested) -> Path:
         """Return a copy, of fetched files if this node does not see the published ones."""
 
+        directory = self._directory / request.series
+
         def copied(published: Path, *, links: bool = False) -> Path:
-            directory, files = self._directory, request.files
+            files = request.files
             return make_copy(version, published, directory, doubted=request.doubted, files=files, links=links)
 
         if self._sharing is None or not self._sharing.fetches(request.manifest):
             return copied(Path(request.path))
-        held = {found for _, path in versions_in(self._directory) if (found := held_in(path)) is not None}
+        held = {found for _, path in versions_in(directory) if (found := held_in(path)) is not None}
+        fetch = partial(self._sharing.fetch, request.series, request.manifest)
         try:
             with suppress(CopyFailed):
-                return copied(self._sharing.fetch(request.manifest, held), links=True)
-            return copied(self._sharing.fetch(request.manifest, (), verifies=True), links=True)
+                return copied(fetch(held), links=True)
+            return copied(fetch((), verifies=True), links=True)
         except FetchFailed as error:
             raise CopyFailed(str(error), unusable=error.unusable) from error
         except OSError as error:

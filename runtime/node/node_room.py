@@ -34,11 +34,11 @@ class NodeRoom:
         """Whether this node fetches a version; otherwise it reads the published files."""
         return self._plan.shares_weights and not self._plan.owns_streams and bool(manifest)
 
-    def fetch(self, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
+    def fetch(self, series: str, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
         """Return the directory of a version, as `Sharing.fetch` does."""
         if self._sharing is None:
             raise FetchFailed(f"node {self._plan.node} has not opened its room yet")
-        return self._sharing.fetch(manifest, held, verifies=verifies)
+        return self._sharing.fetch(series, manifest, held, verifies=verifies)
 
     async def run(self, bus: Bus, *, refuses: bool = False) -> None:
         """Share until cancelled.

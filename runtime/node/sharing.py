@@ -13,7 +13,7 @@ from runtime.bus.errors import BusError
 from runtime.http.fetching import Fetcher, Published
 from runtime.http.room import Offered, Room, RoomAddress, open_room
 from runtime.models.delta import Version
-from runtime.models.versions import WEIGHTS
+from runtime.models.versions import SERIES, WEIGHTS
 from runtime.node.network import NodeAddress
 from runtime.settings.placement import LOOPBACK
 
@@ -45,19 +45,20 @@ class Sharing:
         self._address = address
         self._is_home = is_home
         self._others: tuple[RoomAddress, ...] = ()
-        published = Published(run_dir / WEIGHTS)
+        published = Published([run_dir / WEIGHTS / each for each in SERIES])
         self._room = Room(published.look) if is_home else Room()
         self._root = run_dir / FETCHED / node
-        self._fetcher = Fetcher(self._root, self._room, lambda: self._others, show)
+        self._fetchers = {each: Fetcher(self._root / each, self._room, lambda: self._others, show) for each in SERIES}
 
     def fetches(self, manifest: str) -> bool:
         """Whether this node fetches a version; otherwise it reads the published files."""
         return not self._is_home and bool(manifest)
 
-    def fetch(self, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
+    def fetch(self, series: str, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
         """Return the directory of a version. Blocks; one call at a time.
 
         Args:
+            series: of `SERIES`.
             manifest: digest of its manifest, as announced.
             held: versions from which deltas may begin.
             verifies: compare what is here already, too.
@@ -66,11 +67,11 @@ class Sharing:
             FetchFailed: no node sent a part of it.
             OSError: it cannot be stored.
         """
-        return self._fetcher.fetch(manifest, held=held, verifies=verifies)
+        return self._fetchers[series].fetch(manifest, held=held, verifies=verifies)
 
     def fetch_files(self, manifest: str, name: str) -> Path:
         """Return the directory of other files, by its name in that of all that is fetched. Raises as `fetch` does."""
-        return self._fetcher.fetch_files(manifest, self._root / name)
+        return self._fetchers[""].fetch_files(manifest, self._root / name)
 
     def offer(self, offered: Mapping[str, Offered]) -> None:
         """Serve files under their digests. Safe to call from any thread."""
@@ -78,7 +79,8 @@ class Sharing:
 
     def stop(self) -> None:
         """End fetches in progress: they raise FetchFailed."""
-        self._fetcher.stop()
+        for each in self._fetchers.values():
+            each.stop()
 
     async def run(self, bus: Bus) -> None:
         """Keep the room open and known, and know those of others. Never returns.
@@ -97,7 +99,7 @@ class Sharing:
                     renew_at = anyio.current_time() + RENEW_EVERY_S
                     while anyio.current_time() < renew_at:
                         await anyio.sleep(LOOK_EVERY_S)
-                        if self._fetcher.num_active:
+                        if any(each.num_active for each in self._fetchers.values()):
                             await self._look(bus)
             finally:
                 with anyio.move_on_after(RELEASE_S, shield=True):

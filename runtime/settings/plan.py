@@ -51,7 +51,9 @@ from runtime.settings.topology import (
     critic_topology,
     judge_pools,
     min_concurrency,
+    serves_adapters,
     teacher_pools,
+    why_merged,
 )
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
@@ -215,7 +217,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             uses += ["generate functions"] if name in topology.rollout.pools else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
         elif name == POLICY:
-            weights += f", dispatcher {chooser_of(engine)}"
+            weights += f"{_adapters(topology)}, dispatcher {chooser_of(engine)}"
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps{_grading(topology, item)}"
@@ -249,6 +251,17 @@ def _critic(topology: Topology, plan: Plan) -> str:
 def _length(topology: Topology) -> str:
     train = topology.train
     return f"{train.num_steps} steps" if train.num_epoch is None else _number(train.num_epoch, "epoch")
+
+
+def _adapters(topology: Topology) -> str:
+    """Say in which form engines get the versions of a LoRA run; empty: all weights train."""
+    if not topology.trainer.lora.rank:
+        return ""
+    if serves_adapters(topology):
+        return ", as LoRA adapters"
+    merged = why_merged(topology)
+    reason = f"engines.{POLICY}.serve_adapters is not true" if merged is None else merged.reason
+    return f", with LoRA adapters merged ({reason})"
 
 
 def _number(count: int, noun: str) -> str:

@@ -1,6 +1,6 @@
 """The topology, which says what runs where: its tables, and what follows from them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -34,6 +34,14 @@ REFERENCE: Final = "ref"  # the pool of the reference model, if engines serve it
 TEACHER: Final = "teacher"  # the pool of a data source that names no teacher
 JUDGE: Final = "judge"  # the pool of a judge that names none
 EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
+# Values of a pool's settings with which its engines can serve LoRA adapters. A router knows no names of single engines;
+# broadcasts and shared memory replace whole weights; engines of others would keep the adapters of a run that ended.
+WITH_ADAPTERS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "weight_transport": ("disk", "http"),
+    "router": ("direct",),
+    "weight_format": ("as_trained", "bfloat16"),
+    "urls": ((),),
+}
 
 
 def _sole_node() -> dict[str, NodeConfig]:
@@ -247,33 +255,44 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
     return has_copies or engine.weight_transport == "http"
 
 
-def why_merged(topology: Topology) -> str:
-    """Return what keeps engines from serving LoRA adapters themselves; empty: nothing does."""
+class Merged(NamedTuple):
+    """A setting with which engines cannot serve LoRA adapters themselves."""
+
+    reason: str  # the setting and its value
+    allowed: str  # what to write to have them serve adapters
+
+
+def why_merged(topology: Topology) -> Merged | None:
+    """Return what keeps engines from serving LoRA adapters themselves. None: nothing does."""
     pool = topology.engines.get(POLICY)
     if not topology.trainer.lora.rank:
-        return "trainer.lora.rank is 0"
+        return Merged("trainer.lora.rank is 0", "trainer.lora.rank of 1 or more")
     if pool is None or answers_are_recorded(topology):
-        return "no engine serves the policy"
-    key, defaults = f"engines.{POLICY}", EngineConfig()
-    for name in ("weight_transport", "router", "colocate", "update_groups", "weight_format", "local_copy", "urls"):
-        if (value := getattr(pool, name)) != getattr(defaults, name):
-            return f"{key}.{name} is {msgspec.json.encode(value).decode()}"
+        return Merged("no engine serves the policy", f"a table engines.{POLICY}")
+    for name, allowed in WITH_ADAPTERS.items():
+        if (value := getattr(pool, name)) not in allowed:
+            values = " or ".join(msgspec.json.encode(each).decode() for each in allowed)
+            return Merged(
+                f"engines.{POLICY}.{name} is {msgspec.json.encode(value).decode()}",
+                f"engines.{POLICY}.{name} = {values}",
+            )
     if pool.kind == "sglang" and topology.model.random_init:  # its loader reads no adapter beside dummy weights
-        return "model.random_init is true, with SGLang"
+        return Merged("model.random_init is true, with SGLang", "a model with weights")
     if pool.kind == "sglang" and quantization(topology) is not None:
-        return "the weights of model.hf_checkpoint are quantized, with SGLang"
+        return Merged("the weights of model.hf_checkpoint are quantized, with SGLang", "a model without quantization")
     for name, spelled, value in sglang_arguments(pool):
         if name in ("dp_size", "data_parallel_size") and value != 1:
-            return f"{key}.sglang.{spelled} is {value}"
-    if topology.rollout.on_weight_update not in ("drain", "abort"):
-        return f'rollout.on_weight_update is "{topology.rollout.on_weight_update}"'
-    return ""
+            key = f"engines.{POLICY}.sglang.{spelled}"
+            return Merged(f"{key} is {value}", f"{key} = 1, with more engines in its place")
+    if (mode := topology.rollout.on_weight_update) not in ("drain", "abort"):
+        return Merged(f'rollout.on_weight_update is "{mode}"', 'rollout.on_weight_update = "drain" or "abort"')
+    return None
 
 
 def serves_adapters(topology: Topology) -> bool:
     """Return whether engines serve the adapters of a LoRA run themselves; else versions are merged into the weights."""
     pool = topology.engines.get(POLICY)
-    if pool is None or why_merged(topology):
+    if pool is None or why_merged(topology) is not None:
         return False
     return pool.kind == "tiny" if pool.serve_adapters is None else pool.serve_adapters
 

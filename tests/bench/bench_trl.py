@@ -5,6 +5,9 @@ Both train the prompts of recipes/sums.toml with its reward, without evaluation 
 the first to the last. The sides take turns. Each turn waits, at most --quiet seconds, until the machine's load is below
 0.5, and says the load that it began with.
 
+With --lora both sides train adapters alone, of this rank, on all linear layers: TRL by peft, and here the engine serves
+them. The learning rate is then ten times as high.
+
 TRL generates with transformers in its own process. Its settings are the fastest ones here that its documentation
 names: weights in the dtype, no gradient checkpointing, the largest batch per pass that fits, no KL. It is not part of
 the environment. Give it one of its own, with the same torch and transformers:
@@ -44,6 +47,8 @@ TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 BATCH = {"prompts": 16, "samples": 8, "max_response_len": 8, "lr": 2e-5}
 QUIET_LOAD = 0.5
 TARGETS = {"bfloat16": 0.2, "float32": 0.35}
+LORA_TARGET = 0.5
+LORA = {"alpha": 32, "lr": 2e-4}
 WAIT_S = 5.0  # between two looks at the load
 
 
@@ -52,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory of SmolLM2-135M-Instruct; default: the package's")
     parser.add_argument("--dtype", choices=tuple(TARGETS), default="bfloat16", help="of both sides (default bfloat16)")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank on both sides")
     parser.add_argument("--threads", type=int, default=cores, help="of torch, on both sides (default: all cores)")
     parser.add_argument("--ours-threads", type=int, help="of our torch, if others than theirs")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a turn (default 10)")
@@ -94,7 +100,7 @@ def ours(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, Any]
         "rollout.rollout_batch_size": BATCH["prompts"],
         "rollout.n_samples_per_prompt": BATCH["samples"],
         "rollout.max_response_len": BATCH["max_response_len"],
-        "optimizer.lr": BATCH["lr"],
+        "optimizer.lr": learning_rate(args),
         "optimizer.lr_decay_style": "constant",
         "optimizer.min_lr": 0.0,
         "optimizer.lr_warmup_iters": 0,
@@ -104,6 +110,8 @@ def ours(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, Any]
         "trainer.torch_threads": threads,
         "engines.policy.torch_threads": threads,
     }
+    if args.lora:
+        settings |= {"trainer.lora.rank": args.lora, "trainer.lora.alpha": LORA["alpha"]}
     name = f"ours-{turn}"
     words = [f"{key}={value}" for key, value in settings.items()]
     tables = msgspec.to_builtins(load_topology(TOPOLOGY).topology)
@@ -125,6 +133,8 @@ def theirs(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, An
     """One turn of TRL."""
     settings = {
         **BATCH,
+        "lr": learning_rate(args),
+        "lora": {"r": args.lora, "lora_alpha": LORA["alpha"], "target_modules": "all-linear"} if args.lora else None,
         "model": str(args.model),
         "data": str(ROOT / "topologies" / "demo" / "data" / "sums" / "train.jsonl"),
         "reward": str(ROOT / "topologies" / "recipes" / "sums_reward.py"),
@@ -145,6 +155,10 @@ def theirs(args: argparse.Namespace, directory: Path, turn: int) -> dict[str, An
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def learning_rate(args: argparse.Namespace) -> float:
+    return LORA["lr"] if args.lora else BATCH["lr"]
+
+
 def measured(args: argparse.Namespace, turn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Wait for a quiet machine, and measure a turn. Adds its load before, and the seconds between optimizer steps."""
     deadline = time.monotonic() + args.quiet
@@ -163,8 +177,10 @@ def results(args: argparse.Namespace, sides: dict[str, list[dict[str, Any]]]) ->
         name: statistics.median(turn["median_step_s"] for turn in turns) for name, turns in sides.items() if turns
     }
     ratio = round(medians["ours"] / medians["trl"], 3) if "trl" in medians else None
-    setup = {"dtype": args.dtype, "threads": args.threads, "ours_threads": args.ours_threads or args.threads, **BATCH}
-    return {"setup": setup, "target": TARGETS[args.dtype], "ratio": ratio, "median_step_s": medians, **sides}
+    threads = {"threads": args.threads, "ours_threads": args.ours_threads or args.threads}
+    setup = {"dtype": args.dtype, "lora": args.lora, **threads, **BATCH, "lr": learning_rate(args)}
+    target = LORA_TARGET if args.lora else TARGETS[args.dtype]
+    return {"setup": setup, "target": target, "ratio": ratio, "median_step_s": medians, **sides}
 
 
 if __name__ == "__main__":

@@ -67,8 +67,18 @@ def main() -> int:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    adapter = None
+    if settings["lora"] is not None:
+        import peft
+
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", **settings["lora"])
     trainer = trl.GRPOTrainer(
-        model=settings["model"], reward_funcs=rewards, args=config, train_dataset=data, callbacks=[Clock()]
+        model=settings["model"],
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=data,
+        callbacks=[Clock()],
+        peft_config=adapter,
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]

@@ -503,9 +503,10 @@ class Engine:
     async def _update_slot(self) -> AsyncGenerator[None]:
         """Wait until its update group may be updated, or until it is lost.
 
-        No wait where updates are not rolling, or the weights are not in files.
+        No wait where updates are not rolling, the weights are not in files, or an update pauses nothing.
         """
-        if not (self._rolling.is_on and self.accepts_requests and self._target.is_in_files):
+        rolls = self._rolling.is_on and self.accepts_requests and self._target.is_in_files
+        if not rolls or self.adapters is not None:
             yield
             return
         self._rolling.wait(self.name)

@@ -131,7 +131,7 @@ class Fleet:
             return self.serving.version
 
     def updates(self, version: int, since: float) -> tuple[EngineUpdate, ...]:
-        """Return timings of the update to a version, per ready engine that holds it.
+        """Return timings of the update to a version, per ready engine that holds it. Called once for each version.
 
         Args:
             version: of the weights.
@@ -139,7 +139,10 @@ class Fleet:
         """
         return tuple(
             EngineUpdate(
-                engine=engine.name, pause_s=engine.status.pause_s, took_s=max(0.0, engine.status.updated_at - since)
+                engine=engine.name,
+                pause_s=engine.status.pause_s,
+                took_s=max(0.0, engine.status.updated_at - since),
+                num_moved_on=0 if engine.adapters is None else engine.adapters.take_moved_on(),
             )
             for engine in self.serving.admitted()
             if engine.version == version

@@ -10,7 +10,7 @@ import msgspec
 from actors.trainer.lora.targets import ALL_LINEAR, adapter_shapes, last_name, linear_layers, targeted
 from actors.trainer.models.config import HfConfig
 from runtime.models.directory import ModelError, read_json
-from runtime.models.safetensors import read_file
+from runtime.models.safetensors import ADAPTER_FILE, read_file
 from runtime.settings.tables.trainer import LoraConfig
 from runtime.util.formatting import count_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.trainer.models.files import WeightSource
 
 CONFIG: Final = "adapter_config.json"
-TENSORS: Final = "adapter_model.safetensors"
+TENSORS: Final = ADAPTER_FILE
 PREFIX: Final = "base_model.model."
 _COMPARED: Final = ("r", "lora_alpha", "use_rslora")
 # Keys that say where an adapter is from, or how it was initialised: they change nothing once it has values.

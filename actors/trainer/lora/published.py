@@ -7,7 +7,7 @@ version. Open `AdapterVersions`.
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,9 +18,10 @@ from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.weights.publish import KEEP_VERSIONS, Published
 from messages import BaseWeights
-from runtime.models.checksums import combined, tensor_checksum
+from runtime.models.checksums import checksums_of
+from runtime.models.delta import Version
 from runtime.models.file_sums import sum_of
-from runtime.models.safetensors import read_file
+from runtime.models.manifest import write_manifest
 from runtime.models.versions import name_of, versions_in
 from runtime.settings.tables.trainer import LoraConfig
 from runtime.util.files import begin_directory, complete_directory
@@ -28,14 +29,13 @@ from runtime.util.files import begin_directory, complete_directory
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTERS: Final = "adapters"  # in the directory of versions
-BASE: Final = "base"  # in that: the base model, in full
-
 
 class AdapterVersions:
     """Adapter versions that a trainer writes to disk, managed by its first rank."""
 
-    def __init__(self, root: Path, model: HfConfig, config: LoraConfig, model_directory: Path) -> None:
+    def __init__(
+        self, root: Path, model: HfConfig, config: LoraConfig, model_directory: Path, *, is_fetched: bool = False
+    ) -> None:
         """Start without a version of this process.
 
         Args:
@@ -43,8 +43,10 @@ class AdapterVersions:
             model: configuration of the model.
             config: settings of the adapters, with a rank above 0.
             model_directory: directory of the base model, which the files name.
+            is_fetched: write a manifest into each version, by which nodes fetch it.
         """
         self._root = root
+        self._is_fetched = is_fetched
         self._model = model
         # Engines know one form of the scale: SGLang reads no `use_rslora`.
         self._config = msgspec.structs.replace(config, alpha=config.scale * config.rank, rslora=False)
@@ -64,12 +66,12 @@ class AdapterVersions:
         write_adapter(
             tensors, unfinished, model=self._model, config=self._config, base=self._model_directory.as_posix()
         )
-        stored = read_file(unfinished / TENSORS).tensors
-        sums = {each.name: tensor_checksum(each.name, each.dtype, each.shape, each.data()) for each in stored}
+        checksum = checksums_of(unfinished).total
         files = {name: sum_of(unfinished / name) for name in (CONFIG, TENSORS)}
+        manifest = write_manifest(unfinished, Version(number, checksum)) if self._is_fetched else ""
         complete_directory(unfinished, path)
         size_bytes = sum(each.size_bytes for each in files.values())
-        return Published(path.resolve(), combined(sums).total, size_bytes, 0.0, files=files, base=base)
+        return Published(path.resolve(), checksum, size_bytes, 0.0, files=files, manifest=manifest, base=base)
 
     def prune(self, *, confirmed: int) -> None:
         """Delete versions that no engine loads any more: those older than `confirmed`, except for the newest ones."""

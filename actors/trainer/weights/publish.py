@@ -59,6 +59,7 @@ class Published:
             files=dict(self.files),
             engine_sums=self.sums,
             no_sums=self.no_sums,
+            manifest=self.manifest,
         )
 
 

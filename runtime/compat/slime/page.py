@@ -26,9 +26,9 @@ its flag, and so has each default of slime that differs from ours. The recipe en
 setting, each with the reason. That way 26 of slime's 44 scripts lose nothing
 ([the list](../results/2026-11-28-slime-scripts.md)).
 A flag is lost if the run trains or measures something else without it and no setting says the same, such as
-`--lora-rank`, or a variable that turns quantization on. Then `bin/from-slime` writes nothing and exits with 2. With
-`--force` the table `not_converted` of the recipe has a line for each, and `--check` refuses the recipe until you
-delete them.
+`--freeze-params-name-list`, or a variable that turns quantization on. Then `bin/from-slime` writes nothing and exits
+with 2. With `--force` the table `not_converted` of the recipe has a line for each, and `--check` refuses the recipe
+until you delete them. The flags of miles for LoRA are converted too.
 
 A recipe key that exists in slime keeps slime's name, without a prefix that the table's name has already:
 `--rollout-temperature` is `rollout.temperature`.

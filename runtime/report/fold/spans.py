@@ -126,9 +126,11 @@ class WeightTimes(msgspec.Struct):
     sync_s: float = 0.0  # duration of weight syncs since the newest step
     sent_bytes: int = 0  # sent by them to each engine
     blocked_s: float = 0.0  # of event loops, since the newest step
+    num_moved_on: int = 0  # requests that had to take a newer LoRA adapter, since the newest step
 
     def apply(self, event: WeightsApplied) -> None:
         """Note that engines of a rollout actor hold a version."""
+        self.num_moved_on += sum(engine.num_moved_on for engine in event.engines)
         if event.version > self.applied:
             self.applied, self.applied_s, self.pause_s = event.version, None, None
         if event.version == self.applied:
@@ -148,7 +150,9 @@ class WeightTimes(msgspec.Struct):
             row["perf/update_weights_wire_bytes"] = self.sent_bytes
         if self.blocked_s:
             row["perf/event_loop_blocked_time"] = self.blocked_s
-        self.sync_s, self.sent_bytes, self.blocked_s = 0.0, 0, 0.0
+        if self.num_moved_on:
+            row["perf/adapter_requests_moved_on"] = self.num_moved_on
+        self.sync_s, self.sent_bytes, self.blocked_s, self.num_moved_on = 0.0, 0, 0.0, 0
         return row
 
 

@@ -6,7 +6,6 @@ from typing import Final
 from runtime.settings.derived import (
     has_critic,
     keeps_teacher,
-    trains_demonstrations,
     trains_reward_model,
     uses_reference,
 )
@@ -46,8 +45,8 @@ def lora_problems(topology: Topology) -> Iterator[Problem]:
 
 def _served(topology: Topology) -> Iterator[Problem]:
     pool = topology.engines.get(POLICY)
-    if pool is not None and pool.serve_adapters and (reason := why_merged(topology)):
-        message = f"not implemented yet where {reason}; allowed: false"
+    if pool is not None and pool.serve_adapters and (merged := why_merged(topology)) is not None:
+        message = f"not implemented yet where {merged.reason}; allowed: false, or {merged.allowed}"
         yield Problem.of(f"engines.{POLICY}.serve_adapters", pool.serve_adapters, message)
     if pool is not None and serves_adapters(topology):
         yield from _arguments(topology, pool)
@@ -72,11 +71,11 @@ def _arguments(topology: Topology, pool: EngineConfig) -> Iterator[Problem]:
 def _objective(topology: Topology) -> Iterator[Problem]:
     loss, estimator = topology.algorithm.loss.type, topology.algorithm.estimator.type
     if trains_reward_model(topology):
-        yield Problem.of("algorithm.loss.type", loss, f"a reward model trains its value head too; {NOT_YET}")
-    elif trains_demonstrations(topology):
-        yield Problem.of("algorithm.loss.type", loss, NOT_YET)
+        message = f"a reward model trains its value head too; {NOT_YET}; allowed otherwise: {KEY}.rank = 0"
+        yield Problem.of("algorithm.loss.type", loss, message)
     if has_critic(topology):
-        yield Problem.of("algorithm.estimator.type", estimator, f"a critic trains its value head too; {NOT_YET}")
+        message = f'a critic trains its value head too; {NOT_YET}; allowed: an estimator without one, such as "grpo"'
+        yield Problem.of("algorithm.estimator.type", estimator, message)
 
 
 def _other_models(topology: Topology) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -504,14 +504,41 @@ def test_defaults_of_slime_and_flags_that_it_ignores(tmp_path: Path, arguments: 
     assert value_of(converted(tmp_path, arguments), key) == value
 
 
+ALL_SEVEN: Final = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lora"),
+    [
+        ("--lora-rank 32 --target-modules all-linear", {"rank": 32, "alpha": 16.0, "targets": "all-linear"}),
+        (
+            "--lora-rank 8 --lora-alpha 32 --lora-dropout 0.0 --target-modules linear_qkv,linear_proj,down_proj",
+            {"rank": 8, "alpha": 32.0, "dropout": 0.0, "targets": [*ALL_SEVEN[:4], "down_proj"]},
+        ),
+        (
+            "--lora-rank 8 --target-modules all-linear --exclude-modules gate_proj,up_proj --lora-adapter-path /a",
+            {"rank": 8, "alpha": 16.0, "load": "/a", "targets": [*ALL_SEVEN[:4], "down_proj"]},
+        ),
+        ("--lora-rank 0 --lora-alpha 32 --target-modules all-linear", {}),
+    ],
+)
+def test_lora_of_miles_becomes_our_table(tmp_path: Path, arguments: str, lora: dict[str, Any]) -> None:
+    found = {each.key: each.value for each in converted(tmp_path, arguments).settings}
+    assert {key.removeprefix("trainer.lora."): found[key] for key in found if key.startswith("trainer.lora.")} == lora
+
+
 # What is lost
 
 
 @pytest.mark.parametrize(
     ("arguments", "lost"),
     [
-        ("--lora-rank 32 --lora-alpha 16", ["--lora-rank 32", "--lora-alpha 16"]),
-        ("--lora-rank 0", []),
+        ("--lora-rank 32 --lora-type lora --lora-sync-from-tensor", []),
+        ("--lora-rank 0 --target-modules all-linear --multi-lora-n-adapters 0", []),
+        ("--lora-adapter-path /a", ["--lora-adapter-path /a"]),  # its rank is not in the script
+        ("--lora-rank 8 --lora-train-only", ["--lora-train-only"]),
+        ("--lora-rank 8 --multi-lora-n-adapters 2", ["--multi-lora-n-adapters 2"]),
+        ("--lora-rank 8 --lora-of-a-fork 1", ["--lora-of-a-fork 1"]),
         ('--multimodal-keys \'{"image": "images"}\'', ['--multimodal-keys {"image": "images"}']),
         ("--freeze-params-name-list embedding", ["--freeze-params-name-list embedding"]),
         ("--rollout-sample-filter-path mine.f", ["--rollout-sample-filter-path mine.f"]),
@@ -563,25 +590,25 @@ def test_dropout_of_megatron_is_lost_unless_the_script_turns_it_off(tmp_path: Pa
 
 
 def test_nothing_is_written_if_flags_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read(tmp_path, SCRIPT.replace("--balance-data", "--lora-rank 32"))
+    read(tmp_path, SCRIPT.replace("--balance-data", "--freeze-indexer"))
     out = tmp_path / "out"
     assert from_slime.main([str(tmp_path / "run-small.sh"), "--out", str(out)]) == 2
     assert not out.exists()
     said = capsys.readouterr().err
-    assert "run-small.sh:31: --lora-rank 32: write it by hand as trainer.lora" in said
+    assert "run-small.sh:31: --freeze-indexer: models with sparse attention" in said
     assert "nothing is written; --force writes the rest" in said
 
 
 def test_a_recipe_with_lost_flags_is_refused_until_their_lines_are_gone(tmp_path: Path) -> None:
-    read(tmp_path, SCRIPT.replace("--balance-data", "--lora-rank 32 --lora-alpha 16"))
+    read(tmp_path, SCRIPT.replace("--balance-data", "--freeze-indexer --moe-expert-capacity-factor 1.0"))
     assert from_slime.main([str(tmp_path / "run-small.sh"), "--out", str(tmp_path), "--force"]) == 0
     recipe = tmp_path / "small-recipe.toml"
     with pytest.raises(TopologyError) as caught:
         load_topology(tmp_path / "small.toml")
     refused = [problem.key for problem in caught.value.problems]
-    assert refused == ["not_converted.--lora-alpha 16", "not_converted.--lora-rank 32"]
+    assert refused == ["not_converted.--freeze-indexer", "not_converted.--moe-expert-capacity-factor 1.0"]
     assert all(problem.file == str(recipe) for problem in caught.value.problems)
-    lines = [line for line in recipe.read_text().splitlines() if not line.startswith('"--lora-')]
+    lines = [line for line in recipe.read_text().splitlines() if not line.startswith(('"--freeze-', '"--moe-'))]
     recipe.write_text("\n".join(lines))
     load_topology(tmp_path / "small.toml")
 

@@ -38,7 +38,7 @@ from runtime.http.fetching import Published
 from runtime.http.room import Room, open_room
 
 async def main():
-    room = Room(Published(Path(sys.argv[1])).look)
+    room = Room(Published([Path(sys.argv[1])]).look)
     async with open_room(room, sys.argv[2], "127.0.0.1", "127.0.0.1", is_home=True) as address:
         print(msgspec.json.encode(address).decode(), flush=True)
         await anyio.sleep_forever()
@@ -69,7 +69,7 @@ def published(root: Path, number: int = 1, size: int = SIZE) -> str:
 
 @asynccontextmanager
 async def home(root: Path) -> AsyncGenerator[RoomAddress]:
-    async with open_room(Room(Published(root).look), "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
+    async with open_room(Room(Published([root]).look), "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
         yield address
 
 
@@ -229,7 +229,7 @@ async def test_what_was_fetched_before_the_node_was_killed_is_not_fetched_again(
     shutil.copytree(tmp_path / "weights" / "v000001", left)
     with (left / "model.safetensors").open("r+b") as opened:
         opened.write(bytes(3 * PIECE))
-    room = Room(Published(tmp_path / "weights").look)
+    room = Room(Published([tmp_path / "weights"]).look)
     async with open_room(room, "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
         place = await Node(tmp_path / "n1", [address]).fetch(digest)
     assert is_same(place, tmp_path / "weights" / "v000001")

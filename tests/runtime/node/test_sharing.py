@@ -3,15 +3,24 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from actors.trainer.weights.publish import Published, Versions
 from messages import LocalCopyGiven, LocalCopyRequested
 from runtime.bus.bus import Bus
 from runtime.http.room import RoomAddress
 from runtime.models.checksums import checksums_of
+from runtime.models.delta import Version
+from runtime.models.file_sums import sum_of
+from runtime.models.manifest import write_manifest
+from runtime.models.safetensors import ADAPTER_FILE
+from runtime.models.versions import name_of
 from runtime.node.copying import LocalCopies
 from runtime.node.sharing import Sharing
 from tests.support.published import changed, drawn, flip, publish
@@ -42,6 +51,16 @@ def request(published: Published, number: int, *, doubted: bool = False) -> Loca
 
 def node(name: str, directory: Path, *, is_home: bool = False) -> Sharing:
     return Sharing(directory, name, None, is_home=is_home, show=print)
+
+
+def published_adapter(root: Path, number: int) -> Published:
+    """A version as the trainer publishes an adapter."""
+    (path := root / name_of(number)).mkdir(parents=True)
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.full((4, 8), float(number))}, path / ADAPTER_FILE)
+    (path / "adapter_config.json").write_text(f'{{"r": {number}}}')
+    files, checksum = {each.name: sum_of(each) for each in path.iterdir()}, checksums_of(path).total
+    manifest = write_manifest(path, Version(number, checksum))
+    return Published(path, checksum, 0, 0.0, files=files, manifest=manifest)
 
 
 @asynccontextmanager
@@ -75,6 +94,31 @@ async def test_a_node_makes_its_copies_of_what_it_fetched_and_mends_a_damaged_on
             flip(copy / "model.safetensors", -1)
         await check(await copies.answer(request(versions[0], 1, doubted=True)), versions[0])
         await check(await copies.answer(request(versions[1], 2, doubted=True)), versions[1])
+
+
+async def test_adapters_and_their_base_are_fetched_and_kept_side_by_side(bus: Bus, tmp_path: Path) -> None:
+    """A base and adapters have the same numbers, and the base stays however many adapters come after it."""
+    (at_home := tmp_path / "home").mkdir()
+    (model := at_home / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    bases = Versions(at_home / "weights" / "adapters" / "base", model, is_fetched=True)
+    base = publish(bases, 1, drawn())
+    versions = [published_adapter(at_home / "weights" / "adapters", number) for number in range(1, 5)]
+    sharing = node("n1", tmp_path / "n1")
+    copies = LocalCopies(tmp_path / "n1" / "copies", sharing)
+
+    async def copied(published: Published, number: int, series: str, **changes: Any) -> Path:
+        asked = msgspec.structs.replace(request(published, number), series=series, **changes)
+        return await check(await copies.answer(asked), published)
+
+    async with running(bus, node("local", at_home, is_home=True), sharing):
+        whole = await copied(base, 0, "adapters/base")
+        newest = [await copied(each, number, "adapters") for number, each in enumerate(versions, 1)][-1]
+        assert (newest / "adapter_config.json").read_text() == '{"r": 4}'
+        assert await copied(versions[-1], 4, "adapters", was_read=True) == newest
+        flip(newest / ADAPTER_FILE, -1)
+        assert await copied(versions[-1], 4, "adapters", doubted=True) == newest
+        await check(LocalCopyGiven(path=str(whole)), base)
 
 
 async def test_a_third_node_fetches_from_the_second_once_home_has_left(bus: Bus, tmp_path: Path) -> None:

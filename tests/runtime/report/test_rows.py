@@ -92,6 +92,19 @@ def test_a_row_says_how_long_the_newest_update_took_and_its_engines_stood_still(
     assert not [name for name in row if "session" in name or "wire" in name]
 
 
+def test_a_row_counts_requests_that_had_to_take_a_newer_adapter_since_the_step_before() -> None:
+    story = Story()
+    for version, moved in ((1, (2, 1)), (2, (4,))):
+        engines = tuple(EngineUpdate(engine="e", pause_s=0.0, took_s=1.0, num_moved_on=number) for number in moved)
+        story.tell(WeightsApplied(version=version, instance="r", num_engines=1, took_s=1.0, engines=engines))
+    one_step(story, 0, 1.0)
+    story.tell(updated(3, "r", 1.0, 0.0))
+    one_step(story, 1, 1.0)
+    first, second = story.rows()
+    assert first["perf/adapter_requests_moved_on"] == 7
+    assert "perf/adapter_requests_moved_on" not in second
+
+
 def test_a_row_says_how_long_event_loops_were_blocked_since_the_step_before() -> None:
     story = Story()
     for seconds, ended in ((5.0, False), (9.0, True), (1.5, True)):

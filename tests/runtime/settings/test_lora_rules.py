@@ -10,13 +10,15 @@ from tests.build.topology import joined, topology_with
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "dropout": ({"trainer": {"lora": {"dropout": 0.1}}}, "trainer.lora.dropout", "not implemented yet; allowed: 0"),
-    "SFT": ({"algorithm": {"loss": {"type": "sft"}}}, "algorithm.loss.type", "not implemented yet"),
-    "pairs": ({"algorithm": {"loss": {"type": "dpo"}}}, "algorithm.loss.type", "not implemented yet"),
-    "reward model": ({"algorithm": {"loss": {"type": "rm"}}}, "algorithm.loss.type", "trains its value head too"),
+    "reward model": (
+        {"algorithm": {"loss": {"type": "rm"}}},
+        "algorithm.loss.type",
+        "its value head too; not implemented yet with trainer.lora.rank; allowed otherwise: trainer.lora.rank = 0",
+    ),
     "critic": (
         {"algorithm": {"estimator": {"type": "ppo"}}},
         "algorithm.estimator.type",
-        "a critic trains its value head too",
+        "a critic trains its value head too; not implemented yet with trainer.lora.rank; allowed: an estimator without",
     ),
     "teacher": (
         {"algorithm": {"opd": {"type": "megatron", "kl_coef": 1.0}}, "model": {"opd_teacher_load": "other"}},
@@ -47,18 +49,52 @@ def test_what_lora_does_not_support_is_refused_by_key(tables: dict[str, Any], ke
         assert list(lora_problems(topology_with(**tables))) == []
 
 
+@pytest.mark.parametrize("loss", ["sft", "dpo", "preference_ipo"])
+def test_demonstrations_and_pairs_train_adapters(loss: str) -> None:
+    topology = topology_with(**joined({"trainer": {"lora": {"rank": 4}}, "algorithm": {"loss": {"type": loss}}}))
+    assert list(lora_problems(topology)) == []
+    assert not serves_adapters(topology)  # nothing is generated
+
+
 SERVED = {"engines": {"policy": {"kind": "tiny", "serve_adapters": True}}}
+POOL = "engines.policy"
 NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
-    "transport": ({"engines": {"policy": {"weight_transport": "collective"}}}, 'weight_transport is "collective"'),
-    "router": ({"engines": {"policy": {"router": "sglang-router"}}}, 'router is "sglang-router"'),
-    "groups": ({"engines": {"policy": {"update_groups": 2}}}, "update_groups is 2"),
-    "in place": ({"rollout": {"on_weight_update": "in_place"}}, 'rollout.on_weight_update is "in_place"'),
+    "broadcast": (
+        {"engines": {"policy": {"weight_transport": "collective"}}},
+        f'{POOL}.weight_transport is "collective"; allowed: false, or {POOL}.weight_transport = "disk" or "http"',
+    ),
+    "shared memory": (
+        {"engines": {"policy": {"weight_transport": "ipc", "colocate": "trainer"}}},
+        f'{POOL}.weight_transport is "ipc"; allowed: false, or {POOL}.weight_transport = "disk" or "http"',
+    ),
+    "router": (
+        {"engines": {"policy": {"router": "sglang-router"}}},
+        f'{POOL}.router is "sglang-router"; allowed: false, or {POOL}.router = "direct"',
+    ),
+    "engines of others": (
+        {"engines": {"policy": {"urls": ["http://10.0.0.7:30000"]}}},
+        f'{POOL}.urls is ["http://10.0.0.7:30000"]; allowed: false, or {POOL}.urls = []',
+    ),
+    "FP8": (
+        {"engines": {"policy": {"weight_format": "fp8"}}},
+        f'{POOL}.weight_format is "fp8"; allowed: false, or {POOL}.weight_format = "as_trained" or "bfloat16"',
+    ),
+    "in place": (
+        {"rollout": {"on_weight_update": "in_place"}},
+        'is "in_place"; allowed: false, or rollout.on_weight_update = "drain" or "abort"',
+    ),
     "random weights": (
         {"engines": {"policy": {"kind": "sglang"}}, "model": {"random_init": True}},
-        "model.random_init is true, with SGLang",
+        "model.random_init is true, with SGLang; allowed: false, or a model with weights",
     ),
-    "replicas": ({"engines": {"policy": {"kind": "sglang", "sglang": {"dp_size": 2}}}}, "sglang.dp_size is 2"),
-    "full training": ({"trainer": {"lora": {"rank": 0}}}, "trainer.lora.rank is 0"),
+    "replicas": (
+        {"engines": {"policy": {"kind": "sglang", "sglang": {"dp_size": 2}}}},
+        f"{POOL}.sglang.dp_size is 2; allowed: false, or {POOL}.sglang.dp_size = 1, with more engines",
+    ),
+    "full training": (
+        {"trainer": {"lora": {"rank": 0}}},
+        "trainer.lora.rank is 0; allowed: false, or trainer.lora.rank of 1 or more",
+    ),
 }
 
 
@@ -76,6 +112,22 @@ def test_what_keeps_engines_from_serving_adapters_is_named_or_has_them_merged(
     merged = topology_with(**joined(lora, {"engines": {"policy": {"kind": "tiny"}}}, tables))
     assert not serves_adapters(merged)
     assert list(lora_problems(merged)) == []
+
+
+ALSO_SERVED: dict[str, dict[str, Any]] = {
+    "files over HTTP": {"weight_transport": "http"},
+    "copies of files": {"local_copy": True},
+    "colocated": {"colocate": "trainer"},
+    "update groups": {"update_groups": 2, "num_engines": 2},
+    "rounded base": {"weight_format": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("pool", ALSO_SERVED.values(), ids=ALSO_SERVED.keys())
+def test_engines_serve_adapters_with_these_settings_too(pool: dict[str, Any]) -> None:
+    assert serves_adapters(
+        topology_with(**joined({"trainer": {"lora": {"rank": 4}}}, SERVED, {"engines": {"policy": pool}}))
+    )
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {

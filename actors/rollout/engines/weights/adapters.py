@@ -56,6 +56,7 @@ class EngineAdapters:
         self._verifying = ""  # name of the one that is being verified
         self._loaded: dict[str, ServedAdapter] = {}  # oldest first
         self._num_requests: Counter[str] = Counter()
+        self._num_moved_on = 0  # since the last `take_moved_on`
         self._changed = anyio.Event()  # replaced at every change
 
     @property
@@ -77,6 +78,15 @@ class EngineAdapters:
     def is_used(self, name: str) -> bool:
         """Whether a request that is in flight names an adapter."""
         return self._num_requests[name] > 0
+
+    def note_moving_on(self, name: str) -> None:
+        """Count the requests of an adapter that go on under a newer one, so that another one has room."""
+        self._num_moved_on += self._num_requests[name]
+
+    def take_moved_on(self) -> int:
+        """Return how many requests moved on for room, since the last call."""
+        number, self._num_moved_on = self._num_moved_on, 0
+        return number
 
     @contextmanager
     def used(self) -> Generator[ServedAdapter | None]:
@@ -205,6 +215,8 @@ class AdapterUpdates:
             if adapter is None:
                 continue
             if adapters.is_used(adapter.name):
+                if not self._moves_on:  # otherwise each update moves them on, with room or without
+                    adapters.note_moving_on(adapter.name)
                 await self._move_on(url, adapters, adapter)
             elif not await self._unloaded(url, adapter.name):
                 await anyio.sleep(RETRY_S)  # nothing reports that the engine can unload again
@@ -251,6 +263,7 @@ def base_announcement(announced: WeightsAnnounced, base: BaseWeights) -> Weights
         files=base.files,
         engine_sums=base.engine_sums,
         no_sums=base.no_sums,
+        manifest=base.manifest,
         probe=None,
         base=None,
     )

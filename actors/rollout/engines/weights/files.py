@@ -8,7 +8,7 @@ applying deltas, while the engine serves.
 
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import anyio
 import msgspec
@@ -20,6 +20,7 @@ from messages import LocalCopyGiven, LocalCopyRequested, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallRefused
 from runtime.models.file_sums import SharedLooks, damage_in
+from runtime.models.versions import ADAPTER_BASES, ADAPTERS
 from runtime.settings.placement import UpdateLimits
 from runtime.util.retrying import FOR_EVER, retried
 
@@ -159,6 +160,7 @@ class NodeCopies:
                     files=announced.files if self._are_checked else {},
                     was_read=was_read,
                     manifest=announced.manifest,
+                    series=series_of(announced),
                 )
                 return await self._bus.call(self._agent, request, LocalCopyGiven, timeout_s=left_s)
 
@@ -167,6 +169,13 @@ class NodeCopies:
             except CallRefused as error:
                 raise CopyRefused(f"its node daemon {self._agent}: {error}") from error
         return LocalCopyGiven(reason=f"its node daemon {self._agent} did not answer within {limit_s:g} s")
+
+
+def series_of(announced: WeightsAnnounced) -> Literal["", "adapters", "adapters/base"]:
+    """Return which of the numbered series an announced version belongs to."""
+    if announced.kind == "lora":
+        return ADAPTERS
+    return "" if announced.version else ADAPTER_BASES  # the base model of adapters is announced as version 0
 
 
 def _note(version: int, error: Exception, failures: int) -> None:

@@ -1,6 +1,8 @@
 """LoRA trains as peft does on transformers: loss, gradients, five optimizer steps, and merged weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peft
@@ -79,7 +81,13 @@ def test_training_equals_peft(make_topology: MakeTopology, tmp_path: Path, kind:
 
 
 def started(
-    make_topology: MakeTopology, place: Path, kind: str, *, targets: Any = "all-linear", **settings: Any
+    make_topology: MakeTopology,
+    place: Path,
+    kind: str,
+    *,
+    targets: Any = "all-linear",
+    algorithm: Mapping[str, Any] = MappingProxyType({"num_steps_per_rollout": 1, "entropy_coef": 0.05}),
+    **settings: Any,
 ) -> tuple[Topology, Any]:
     """A run that starts from an adapter of peft, and the model with it."""
     base, adapter = place / "hf", place / "adapter"
@@ -93,7 +101,7 @@ def started(
     }
     topology = make_topology(
         model={"hf_checkpoint": str(base), "random_init": False},
-        algorithm={"num_steps_per_rollout": 1, "entropy_coef": 0.05},
+        algorithm=dict(algorithm),
         optimizer={"adam_eps": 1e-4},
         trainer={"lora": lora},
     )

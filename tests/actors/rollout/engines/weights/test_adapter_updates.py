@@ -238,6 +238,8 @@ async def test_with_more_in_use_than_fit_requests_of_the_oldest_move_on(url: str
             await rig.update(2)
             async with running(rig, "second", min_version=2) as of_second:
                 await rig.update(3)
+                (told,) = rig.fleet.updates(3, 0.0)
+                assert told.num_moved_on == 1  # the first one
         assert versions_of(of_first) == [1, 2]
         assert versions_of(of_second) == [2]
         assert max(rig.client.num_loaded) == 2
