@@ -9,7 +9,7 @@ SGLang lets a load wait for an unload, and an unload for requests. So an adapter
 """
 
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -129,6 +129,12 @@ class EngineAdapters:
         self._loaded.pop(name, None)
         self._notify()
 
+    def find_more(self, names: Iterable[str]) -> None:
+        """Note adapters that an engine reports and this does not know: an earlier caller's load ended late."""
+        for name in names:
+            self._loaded.setdefault(name, ServedAdapter(name, "", 0))
+        self._notify()
+
     def found(self, names: list[str]) -> None:
         """Take what an engine reports for what it has loaded: others left it behind."""
         self.newest = None
@@ -172,7 +178,10 @@ class AdapterUpdates:
         Raises:
             EngineError: it does not answer.
         """
-        adapters.found([name for name in await self._client.adapters(url) if name.startswith(self._prefix)])
+        adapters.found(self._own(await self._client.adapters(url)))
+
+    def _own(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.startswith(self._prefix)]
 
     def named(self, label: str, version: int) -> ServedAdapter:
         """Return the adapter of a weight update. Its name has the run, the version, the engine and the session."""
@@ -197,6 +206,7 @@ class AdapterUpdates:
         answer = await self._client.load_adapter(
             url, adapter.name, announced.path, self._limits.load_s(announced.size_bytes)
         )
+        adapters.find_more(self._own(answer.loaded_adapters))
         if (path := answer.loaded_adapters.get(adapter.name)) != announced.path:
             raise WeightsMismatch(f"{url}: adapter {adapter.name} is of {path!r}, expected {announced.path!r}")
         found = answer.checksums.get(adapter.name)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.memory import MemoryShare
+from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.engines.weights.adapters import AdapterUpdates, EngineAdapters, ServedAdapter
 from actors.rollout.engines.weights.files import PublishedFiles, WeightsDamaged
 from actors.rollout.engines.weights.updater import Updater
@@ -35,7 +37,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.lora.peft_files import TENSORS
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.weights.publish import Published
-from messages import SamplingParams, WeightsAnnounced, WeightSpan
+from messages import EngineState, SamplingParams, WeightsAnnounced, WeightSpan
 from runtime.settings.placement import UpdateLimits
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
@@ -140,7 +142,9 @@ class Rig(NamedTuple):
 
 
 @asynccontextmanager
-async def rig_of(url: str, run: Run, *, limit: int = 4, moves_on: bool = False) -> AsyncGenerator[Rig]:
+async def rig_of(
+    url: str, run: Run, *, limit: int = 4, moves_on: bool = False, colocated: bool = False
+) -> AsyncGenerator[Rig]:
     """Run the fleet and the generator of a rollout actor, with version 1 in the engine."""
     async with (
         aiohttp.ClientSession() as session,
@@ -161,7 +165,8 @@ async def rig_of(url: str, run: Run, *, limit: int = 4, moves_on: bool = False) 
         generator = Generator(client, fleet.serving, ServedModel.read(run.model))
         updater.interrupt_by(generator.running.interrupt)
         rig = Rig(run, client, fleet, generator, engine)
-        group.start_soon(partial(fleet.run_engine, "engine-0", url, files=PublishedFiles(LIMITS)))
+        share = MemoryShare(client, "engine-0", url) if colocated else None
+        group.start_soon(partial(fleet.run_engine, "engine-0", url, files=PublishedFiles(LIMITS), memory_share=share))
         await rig.update(1)
         try:
             yield rig
@@ -245,6 +250,27 @@ async def test_with_more_in_use_than_fit_requests_of_the_oldest_move_on(url: str
         assert max(rig.client.num_loaded) == 2
 
 
+async def test_a_colocated_engine_gets_base_and_adapter_back_after_it_resumes(url: str, run: Run) -> None:
+    async with rig_of(url, run, colocated=True) as rig:
+        (engine,) = rig.fleet.engines
+        await rig.fleet.allow(MemoryLevel.NOTHING)
+        with anyio.fail_after(30):
+            await rig.fleet.until(lambda: engine.state is EngineState.RELEASED)
+        await rig.fleet.allow(MemoryLevel.LOADED)
+        await rig.fleet.set_target(run.announced(2))
+        with anyio.fail_after(30):
+            await rig.fleet.until(lambda: engine.status.memory_level is MemoryLevel.LOADED)
+        await rig.fleet.allow(MemoryLevel.EVERYTHING)
+        with anyio.fail_after(60):
+            await rig.fleet.next_version(1)
+        request = rig.request("after", 4, min_version=2)
+        await rig.generator.generate(request)
+        (own,) = taken(request)
+        assert own.segment.weight_spans == (WeightSpan(version=2, start=0, end=4),)
+        await until_loaded(rig.client, url, {"2"})
+        assert rig.client.calls["update_weights_from_disk"] == 2  # its base was released too
+
+
 async def test_what_an_earlier_actor_left_is_unloaded_and_what_others_loaded_is_not(url: str, run: Run) -> None:
     path = str(run.published[0].path)
     async with EngineClient(url) as engine:
@@ -254,6 +280,15 @@ async def test_what_an_earlier_actor_left_is_unloaded_and_what_others_loaded_is_
             assert rig.fleet.serving.version == 1
             await until_loaded(rig.client, url, {"1", "of-another-run"})
         await engine.post("/unload_lora_adapter", {"lora_name": "of-another-run"})
+
+
+async def test_an_adapter_whose_load_outlived_its_caller_is_unloaded(url: str, run: Run) -> None:
+    """A rollout actor was killed in the middle of it, and the next one had asked the engine before the load ended."""
+    async with rig_of(url, run) as rig:
+        late = {"lora_name": f"{RUN}-9@engine-0.gone.1", "lora_path": str(run.published[0].path)}
+        assert (await rig.engine.post("/load_lora_adapter", late)).status == 200
+        await rig.update(2)
+        await until_loaded(rig.client, url, {"2"})
 
 
 # faults
