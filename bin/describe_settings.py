@@ -10,10 +10,12 @@ from runtime.settings.reading.hints import adapters
 from runtime.settings.reference.combinations import combinations_page
 from runtime.settings.reference.functions import functions_page
 from runtime.settings.reference.page import settings_page
+from runtime.settings.rules.limits import limits_page
 
 PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and the function that returns its text
     "combinations.md": combinations_page,
     "functions.md": functions_page,
+    "limits.md": limits_page,
     "settings.md": settings_page,
 }
 

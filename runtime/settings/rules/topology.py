@@ -3,9 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Iterator
-from typing import Final
 
-from runtime.bus.limits import BusLimits
 from runtime.functions.load import project_of
 from runtime.settings.derived import (
     precomputes_old_log_probs,
@@ -16,11 +14,11 @@ from runtime.settings.derived import (
 )
 from runtime.settings.owners import owner_problems
 from runtime.settings.placement import home_node, is_loopback, trainer_nodes
-from runtime.settings.processes import longest_silence_s
 from runtime.settings.prompts import in_the_way
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.engines import engine_problems
 from runtime.settings.rules.graders import grader_problems
+from runtime.settings.rules.limits import limit_problems
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.tables.run import BusConfig
 from runtime.settings.topology import (
@@ -29,7 +27,6 @@ from runtime.settings.topology import (
     reference_in_pool,
 )
 
-BUS_RESTART_S: Final = 5.0  # to kill a server of the bus, start it, and connect again
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 
 
@@ -43,6 +40,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         owner_problems,
         _sizes,
         engine_problems,
+        limit_problems,
         _shares,
         _load,
         _precomputed,
@@ -65,20 +63,13 @@ def _weights_of_whole_sequences(topology: Topology) -> Iterator[Problem]:
 
 
 def _own_server(bus: BusConfig) -> Iterator[Problem]:
-    """Settings of the server that the run starts. One that hangs has to be back before a publish gives up."""
+    """Settings of the server that the run starts."""
     for name in ("unresponsive_after_s", "sync"):
         given = getattr(bus, name)
         if bus.url is not None and given != getattr(BusConfig(), name):
             yield Problem.of(
                 f"bus.{name}", given, "has no effect with bus.url: it is a setting of the run's own server"
             )
-    silence_s, publish_s = longest_silence_s(bus.unresponsive_after_s), BusLimits().publish_timeout_s
-    if silence_s + BUS_RESTART_S >= publish_s:
-        message = (
-            f"a server that hangs would be back after up to {silence_s + BUS_RESTART_S:g} s, and a publish waits "
-            f"{publish_s:g} s; choose a smaller value, such as {BusConfig().unresponsive_after_s:g}"
-        )
-        yield Problem.of("bus.unresponsive_after_s", bus.unresponsive_after_s, message)
 
 
 def _bus(topology: Topology) -> Iterator[Problem]:
