@@ -84,8 +84,7 @@ Strike = Callable[[str, int], None]  # takes the name of the kill point and its 
 
 def striker() -> Strike:
     """Return the function that kills or stops this process at its planned kill points."""
-    plan = msgspec.json.decode(os.environ[VARIABLE], type=Planned)
-    return functools.partial(_strike, plan, os.environ[PROCESS])
+    return functools.partial(_strike, msgspec.json.decode(os.environ[VARIABLE], type=Planned))
 
 
 def install(strike: Strike) -> None:
@@ -152,8 +151,9 @@ def around(
     setattr(owner, method, wrapped)
 
 
-def _strike(plan: Planned, process: str, what: str, step: int) -> None:
+def _strike(plan: Planned, what: str, step: int) -> None:
     """Signal this process if the kill point is planned and has not been reached before."""
+    process = os.environ.get(PROCESS)  # a forked process has its name only now
     marks = Path(plan.marks)
     left = [moment for moment in plan.moments if not (marks / moment.name).exists()]
     if plan.in_turn:

@@ -28,6 +28,7 @@ PR_SET_MM_MAP: Final = 14
 MAX_DESCRIPTORS: Final = 16  # of one message
 MAX_PRELOAD_BYTES: Final = 1 << 16
 READY: Final = b"ready"
+FORKABLE: Final = "may_be_forked"  # what a sitecustomize.py sets to True if it needs to run once only
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _search_path = list(sys.path)
@@ -94,10 +95,13 @@ def _serve(control: socket.socket, daemon: int) -> list[str] | None:
 
 
 def _customized() -> str:
-    """The file that Python runs at each start, where it is not of the distribution: it may look at the process."""
+    """The file that Python runs at each start, where it is not of the distribution: it may look at the process.
+
+    It can say that it does not: may_be_forked = True.
+    """
     for module in map(sys.modules.get, ("sitecustomize", "usercustomize")):
         file = module and module.__file__
-        if file and os.path.dirname(file) != os.path.dirname(os.__file__):
+        if file and os.path.dirname(file) != os.path.dirname(os.__file__) and not getattr(module, FORKABLE, False):
             return file
     return ""
 

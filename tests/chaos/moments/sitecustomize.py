@@ -13,22 +13,22 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-INSTALLS = {  # by kind of process: functions of tests/chaos/weight_moments.py, by the module that they wait for
-    "trainer": {"runtime.bus.bus": "install_calls", "actors.trainer.commands": "install_rank"},
-    "engine": {
-        "aiohttp.web": "install_engine",
-        "sglang.srt.managers.scheduler_components.weight_updater": "install_sglang",
-    },
-    "rollout": {"actors.rollout.sglang.client": "install_rollout"},
-    "daemon": {"runtime.node.copying": "install_daemon"},  # if PHYSARUM_PROCESS of the command is "daemon"
+may_be_forked = True  # what this installs looks at the process when it is called
+INSTALLS = {  # functions of tests/chaos/weight_moments.py, by the module that they wait for
+    "runtime.bus.bus": "install_calls",
+    "actors.trainer.commands": "install_rank",
+    "aiohttp.web": "install_engine",
+    "sglang.srt.managers.scheduler_components.weight_updater": "install_sglang",
+    "actors.rollout.sglang.client": "install_rollout",
 }
+OF_THE_DAEMON = {"runtime.node.copying": "install_daemon"}  # if PHYSARUM_PROCESS of the command is "daemon"
 
 
 class Finder(importlib.abc.MetaPathFinder):
     """Installs kill points when certain modules are loaded: a process imports none of them for the tests."""
 
     def __init__(self, modules: dict[str, str], module_of_tests: str) -> None:
-        self._modules = modules  # names of functions, by module
+        self._modules = dict(modules)  # names of functions, by module
         self._module_of_tests = module_of_tests  # in which the functions are
 
     def find_spec(
@@ -50,10 +50,10 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-process = os.environ.get("PHYSARUM_PROCESS", "").partition(".")[0]
-if "PHYSARUM_TEST_MOMENTS" in os.environ and process in INSTALLS:
-    sys.meta_path.insert(0, Finder(dict(INSTALLS[process]), "tests.chaos.weight_moments"))
-if "PHYSARUM_TEST_PACE" in os.environ and process == "trainer":
+if "PHYSARUM_TEST_MOMENTS" in os.environ:
+    is_daemon = os.environ.get("PHYSARUM_PROCESS") == "daemon"
+    sys.meta_path.insert(0, Finder(OF_THE_DAEMON if is_daemon else INSTALLS, "tests.chaos.weight_moments"))
+if "PHYSARUM_TEST_PACE" in os.environ:
     sys.meta_path.insert(0, Finder({"actors.trainer.data.feed": "install"}, "tests.chaos.pace"))
 
 elsewhere = [place for place in sys.path if Path(place) != Path(__file__).parent]

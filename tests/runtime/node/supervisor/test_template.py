@@ -167,14 +167,15 @@ async def test_a_process_with_another_environment_is_started(tmp_path: Path) -> 
         assert await supervised.lines("own") == [FORKED]
 
 
-async def test_processes_are_started_where_each_interpreter_runs_code_of_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("code", "comes"), [("", STARTED), ("may_be_forked = True", FORKED)])
+async def test_processes_are_started_where_each_interpreter_runs_code_of_the_user_unless_that_may_be_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, comes: str
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setitem(OURS, "PYTHONPATH", os.pathsep.join([str(tmp_path), OURS["PYTHONPATH"]]))
     async with supervising(tmp_path) as supervised:
         await supervised.start(supervised.probe("own", "sleep"))
-        assert await supervised.lines("own") == [STARTED]
+        assert await supervised.lines("own") == [comes]
 
 
 @pytest.mark.parametrize("what", ["thread", "variable", "raise"])

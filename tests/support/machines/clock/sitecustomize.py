@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
+may_be_forked = True  # one machine has one clock
 SHIFT_S = float(os.environ.get("PHYSARUM_TEST_CLOCK_SHIFT_S", "0"))
 SHIFT_NS = int(SHIFT_S * 1_000_000_000)
 
