@@ -20,8 +20,8 @@ INSTALLS = {  # functions of tests/chaos/weight_moments.py, by the module that t
     "aiohttp.web": "install_engine",
     "sglang.srt.managers.scheduler_components.weight_updater": "install_sglang",
     "actors.rollout.sglang.client": "install_rollout",
+    "runtime.node.copying": "install_daemon",  # strikes if PHYSARUM_PROCESS of the command is "daemon"
 }
-OF_THE_DAEMON = {"runtime.node.copying": "install_daemon"}  # if PHYSARUM_PROCESS of the command is "daemon"
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -51,8 +51,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if "PHYSARUM_TEST_MOMENTS" in os.environ:
-    is_daemon = os.environ.get("PHYSARUM_PROCESS") == "daemon"
-    sys.meta_path.insert(0, Finder(OF_THE_DAEMON if is_daemon else INSTALLS, "tests.chaos.weight_moments"))
+    sys.meta_path.insert(0, Finder(INSTALLS, "tests.chaos.weight_moments"))
 if "PHYSARUM_TEST_PACE" in os.environ:
     sys.meta_path.insert(0, Finder({"actors.trainer.data.feed": "install"}, "tests.chaos.pace"))
 
