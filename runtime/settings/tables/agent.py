@@ -19,7 +19,7 @@ class AgentConfig(Config, frozen=True, kw_only=True):
     command: Program[tuple[Text, ...]] = ()
     # Kind of environment that a program of Physarum plays ([environments](../train/agents.md#environments)). `command`
     # is then a Python interpreter that has its package, and arguments of that program.
-    adapter: Code[Literal["gymnasium"] | None] = None
+    adapter: Code[Literal["gymnasium", "verifiers"] | None] = None
     # What guards the machine and the run. "isolated" (Linux) hides the run's files and all other processes, and leaves
     # no network but the way to the model. "process" sets the limits that graders have, and "none" sets none; neither
     # hides anything.

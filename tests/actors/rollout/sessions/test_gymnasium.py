@@ -1,28 +1,21 @@
 """Environments of Gymnasium, its package from PyPI: steps become turns with their rewards; what is absent is not 0."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import anyio
 import msgspec
 import pytest
 
-from actors.rollout.sessions.command import words_of
-from actors.sessions.listener import ListenerSettings, listening
 from messages import GroupCompleted, GroupFailed, SampleStatus
 from runtime.bus.bus import Bus
 from runtime.functions import isolation
 from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
-from runtime.settings.tables.agent import AgentConfig
 from tests.actors.rollout.sessions.test_command import FIRST, ROOT, agent_topology, listener, row, scripted
 from tests.build.turns import answer
+from tests.support.played import played
 from tests.support.rollout import announcement, next_event, rollout_actor
 from tests.support.scripted_engine import serving
-from tests.support.scripted_sessions import ScriptedSessions, connected
 
 pytestmark = pytest.mark.anyio
 
@@ -62,22 +55,6 @@ async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end
     assert engine.requests[1]["input_ids"][4 : 4 + len(FIRST)] == FIRST  # recorded ids
 
 
-async def played(python: str, run_dir: Path, script: Any, *arguments: str, **metadata: Any) -> ScriptedSessions:
-    """Play an episode with scripted answers of the model."""
-    sessions = ScriptedSessions("s1", script=script)
-    file = run_dir / "row.json"
-    file.write_text(json.dumps({"prompt": "Walk.", "metadata": metadata, "index": 0}))
-    words = words_of(AgentConfig(adapter="gymnasium", command=(python, *arguments)))
-    async with listening(run_dir, ListenerSettings()) as url, connected(run_dir, sessions):
-        pair = sessions.pairs["s1"]
-        of_model = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": pair.model.reveal()}
-        variables = {"PATH": os.environ["PATH"], "PHYSARUM_ROW": str(file), **of_model}
-        with anyio.fail_after(60):
-            done = await anyio.run_process(words, env=variables, input=pair.control.reveal().encode(), check=False)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return sessions
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(330)
 async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tmp_path: Path) -> None:
@@ -88,7 +65,7 @@ async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tm
         return answer(said[sum(message.role == "assistant" for message in request.messages)])
 
     make = {"is_slippery": False, "render_mode": "ansi"}
-    sessions = await played(python, tmp_path, walk, "FrozenLake-v1", make=make)
+    sessions, _ = await played("gymnasium", python, tmp_path, walk, "FrozenLake-v1", make=make)
     (_, first), *_, (_, last) = sessions.turns
     assert first.messages[0].text.startswith("Walk.\n\n")
     assert "FFFH" in first.messages[0].text
@@ -104,7 +81,9 @@ async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tm
 async def test_an_episode_without_a_step_fails_and_one_that_fills_the_context_is_truncated(
     python: str, tmp_path: Path
 ) -> None:
-    sessions = await played(python, tmp_path, lambda _: answer("no"), "FrozenLake-v1", "--max-turns", "3")
+    sessions, _ = await played(
+        "gymnasium", python, tmp_path, lambda _: answer("no"), "FrozenLake-v1", "--max-turns", "3"
+    )
     assert [call[1:] for call in sessions.calls] == [("fail", {"reason": "the environment gave no reward"})]
     assert len(sessions.turns) == 3
 
@@ -113,7 +92,7 @@ async def test_an_episode_without_a_step_fails_and_one_that_fills_the_context_is
             return TurnRefused("context_full", "It does not fit.", num_tokens=9, max_tokens=8)
         return answer("0")
 
-    sessions = await played(python, tmp_path, one_step, "FrozenLake-v1")
+    sessions, _ = await played("gymnasium", python, tmp_path, one_step, "FrozenLake-v1")
     assert [call[1] for call in sessions.calls] == ["reward", "end"]
     assert sessions.calls[0][2]["turns"] == [0.0]
     assert sessions.calls[1][2] == {"truncated": True}
