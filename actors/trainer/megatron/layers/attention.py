@@ -116,7 +116,9 @@ class CoreAttention(nn.Module):
         if query.is_cuda:
             return self._masked(query[:, None], key[:, None], value[:, None], row.mask(self._window))[:, 0].flatten(1)
         if self._window is None and self.sinks is None and row.units is not None:
-            return _by_unit(query, key, value, row.units, self._scale).flatten(1)
+            scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
+            attended: Any = _ByUnit.apply(query, key, value, row.units, scale)
+            return attended.flatten(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         attended = blockwise(query, key, value, row.plan(self._window), self._scale, self.sinks)
         return attended[0].transpose(0, 1).flatten(1)
@@ -248,19 +250,57 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _by_unit(query: Tensor, key: Tensor, value: Tensor, units: Units, scale: float | None) -> Tensor:
-    """Compute attention [t, heads, d] within each short unit of samples that share a prompt, with a float32 softmax."""
-    (batch, length), heads, sharing = units.size, key.size(1), query.size(1) // key.size(1)
-    query, key, value = (
-        each.index_select(0, units.places).view(batch, length, heads, -1, each.size(-1)).permute(0, 2, 3, 1, 4)
-        for each in (query, key, value)
-    )  # [b, kv heads, queries of a key-value head or 1, s, d]
-    joined = query.reshape(batch, heads, sharing * length, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-    scores = (joined @ key.squeeze(2).transpose(2, 3)).float().view(batch, heads, sharing, length, length)
-    weights = scores.masked_fill(units.hidden, -torch.inf).softmax(-1).to(value.dtype)
-    attended = weights.view(batch, heads, sharing * length, length) @ value.squeeze(2)
-    rows = attended.view(batch, heads * sharing, length, -1).transpose(1, 2).flatten(0, 1)
-    return rows.index_select(0, units.back)
+class _ByUnit(torch.autograd.Function):
+    """Attention [t, heads, d] within each short unit of samples that share a prompt.
+
+    Autograd would keep scores and weights in float32 too, and fill hidden scores a second time.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, units: Units, scale: float
+    ) -> Tensor:
+        kv_heads, (batch, length) = key.size(1), units.size
+        queries, keys, values = (_unit_rows(each, units, kv_heads) for each in (query, key, value))
+        queries.mul_(scale)
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        scores.view(batch, kv_heads, -1, length, length).masked_fill_(units.hidden, -torch.inf)
+        weights = scores.softmax(-1)  # the kernel computes in float32
+        ctx.save_for_backward(queries, keys, values, weights)
+        ctx.units, ctx.scale = units, scale
+        return _packed(torch.bmm(weights, values), units, query.size(1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        queries, keys, values, weights = ctx.saved_tensors
+        units: Units = ctx.units
+        heads, kv_heads = gradient.size(1), keys.size(0) // units.size[0]
+        padded = gradient.new_zeros(len(units.places), *gradient.shape[1:]).index_copy_(0, units.back, gradient)
+        rows = _by_key_head(padded, units, kv_heads)
+        of_values = torch.bmm(weights.transpose(1, 2), rows)
+        of_weights = torch.bmm(rows, values.transpose(1, 2))
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        of_queries = torch.bmm(of_scores, keys).mul_(ctx.scale)
+        of_keys = torch.bmm(of_scores.transpose(1, 2), queries)
+        found = (_packed(of_queries, units, heads), *(_packed(each, units, kv_heads) for each in (of_keys, of_values)))
+        return *found, None, None
+
+
+def _unit_rows(vectors: Tensor, units: Units, kv_heads: int) -> Tensor:
+    """Copy [t, heads, d] to units [b * kv heads, heads of a key-value head * s, d]."""
+    return _by_key_head(vectors.index_select(0, units.places), units, kv_heads)
+
+
+def _by_key_head(rows: Tensor, units: Units, kv_heads: int) -> Tensor:
+    (batch, length), size = units.size, rows.size(-1)
+    apart = rows.view(batch, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
+    return apart.reshape(batch * kv_heads, -1, size)
+
+
+def _packed(rows: Tensor, units: Units, heads: int) -> Tensor:
+    """Undo `_unit_rows`, without the padding."""
+    (batch, length), size = units.size, rows.size(-1)
+    return rows.view(batch, heads, length, size).transpose(1, 2).flatten(0, 1).index_select(0, units.back)
 
 
 def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
