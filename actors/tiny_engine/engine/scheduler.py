@@ -114,10 +114,10 @@ class Scheduler:
         self.waiting.extendleft(reversed(retracted))
 
     def flush(self) -> bool:
-        """Free the cache; return False without doing so while requests run or are about to run."""
+        """Clear the cache; return False without doing so while requests run or are about to run."""
         if self.slots.requests or (self.waiting and not self.paused):
             return False
-        self.slots.free()
+        self.slots.empty()
         return True
 
     def use_weights(self, weights: Weights) -> None:

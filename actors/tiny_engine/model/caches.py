@@ -166,6 +166,11 @@ class Caches:
         """Return copies of the states of slots."""
         return [[store[:, slot].clone() for store in self._all_states()] for slot in slots]
 
+    def clear(self) -> None:
+        """Set all to zero."""
+        for store in (*self._stores.values(), *self._all_states()):
+            store.zero_()
+
     def _all_states(self) -> list[Tensor]:
         return [store for pair in self._states.values() for store in pair]
 

@@ -61,6 +61,7 @@ class KvSlots:
         self.num_slots = num_slots
         self.context_length = context_length
         self.caches = Caches(weights.config, num_slots=num_slots, dtype=weights.embedding.dtype)
+        self._longest = 0  # tokens of a slot since the last `empty`
         self._ints = torch.zeros(num_slots, 4, dtype=torch.int64)
         self._floats = torch.zeros(num_slots, 4)
         self._num_greedy = 0
@@ -129,6 +130,14 @@ class KvSlots:
         self._num_greedy = self._num_truncating = self._num_floored = self._num_tempered = self._num_adapted = 0
         return requests
 
+    def empty(self) -> None:
+        """Clear the cache of the slots, all of which must be free. Its memory stays unless it was hardly used."""
+        longest, self._longest = self._longest, 0
+        if self.caches.capacity > max(2 * longest, MIN_CAPACITY):
+            self.free()
+        else:
+            self.caches.clear()  # NaNs of broken weights must not stay; fresh pages would take ten times longer
+
     def free(self) -> None:
         """Release the memory of the slots, all of which must be free; it is allocated again on demand."""
         assert not self.requests, "slots in use are not freed"
@@ -136,6 +145,7 @@ class KvSlots:
 
     def _reserve(self, length: int) -> None:
         """Make every slot at least `length` tokens long."""
+        self._longest = max(self._longest, length)
         if length > (old := self.caches.capacity):
             new = min(self.context_length, max(length, 2 * old, MIN_CAPACITY))
             self.caches.allocate(new, is_used=bool(self.requests))

@@ -136,3 +136,21 @@ def test_samples_do_not_depend_on_what_is_shared(
         run_out(alone)
         assert ours.output_ids == expected.output_ids
         torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(expected.log_probs), atol=ATOL, rtol=0)
+
+
+def test_a_flush_clears_the_cache_and_keeps_its_memory_unless_it_was_for_one_long_request(llama: Path) -> None:
+    scheduler = scheduler_of(llama)
+    slots = scheduler.slots
+    for length, kept in ((200, True), (7, False), (7, True), (7, True)):
+        request = request_of(1, [3] * length, limit=4)
+        scheduler.submit([request])
+        run_out(scheduler)
+        cache = slots.caches.kept(0)[0]
+        place = cache.data_ptr()
+        assert cache.any()
+        cache[:, :, -1] = torch.nan  # as weights would leave it that were not finite
+        assert scheduler.flush()
+        cache = slots.caches.kept(0)[0]
+        assert (cache.numel() > 0 and cache.data_ptr() == place) == kept
+        assert not cache.any()
+        assert_teacher_forced(llama, [request])
