@@ -5,6 +5,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -302,6 +303,31 @@ class Trainer:
             saved = {**world.checkpoints, self.step: dict(self.line)}
             world.checkpoints = {step: saved[step] for step in sorted(saved)[-KEPT_CHECKPOINTS:]}
         return CheckpointSaved(**self.who, step=self.step, path="", oldest_step=min(world.checkpoints), took_s=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_event_of_a_run_may_come_again_at_any_later_time(seed: int) -> None:
+    spares = bool(seed % 2)
+    schedule = Schedule(
+        num_steps=4,
+        rollout_batch_size=2,
+        over_sampling_batch_size=3,
+        max_staleness=seed % 3,
+        keep_when_insufficient=spares,
+        max_barren_groups=20 if spares else 1024,
+        evals=(EvalPlan(name="e", interval=2, num_items=2, skip_before_train=False),),
+    )
+    log = played(schedule, seed, save_interval=2).log
+    state = LedgerState()
+    for end, event in enumerate(log, start=1):
+        fold(state, event, end)
+        if end % 60 and end != len(log):
+            continue
+        before = msgspec.json.encode(msgspec.structs.replace(state, last_seq=0))
+        for seq, again in enumerate(log[:end], start=end + 1):
+            fold(state, again, seq)
+            assert msgspec.json.encode(msgspec.structs.replace(state, last_seq=0)) == before, (end, again)
+        state.last_seq = end
 
 
 @settings(max_examples=60, deadline=None)

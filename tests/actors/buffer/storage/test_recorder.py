@@ -186,6 +186,23 @@ def test_a_batch_that_is_made_again_replaces_its_pair() -> None:
     assert told(log)[1] == [{0: "dull", 1: 0, 2: 0}, {0: "dull", 1: 0, 2: 0}]
 
 
+def test_a_batch_that_was_taken_back_before_the_log_starts_is_dumped() -> None:
+    """The log starts after the first batch of step 0 and its loss."""
+    log: list[Message] = [
+        issued(1, 2),
+        completed(1, 1),
+        completed(2, 2),
+        verdict(1, 2),
+        verdict(2, 3),
+        batch(1, g1=2),
+        batch(0, g2=3),
+        batch(0, g2=3),  # stored again
+    ]
+    records, pairs = told(log)
+    assert pairs == [{1: 1}, {2: 0}]
+    assert records.next_step == 2
+
+
 def test_a_spare_that_comes_back_from_a_batch_waits_as_others_do() -> None:
     log: list[Message] = [
         issued(0, 1, 2),
