@@ -55,6 +55,7 @@ BOTTLENECK: Final = 0.8  # share of the time
 CORRELATED, GROWN, GAP_GROWN = 0.4, 1.25, 0.2  # of rewards and lengths; of the length; of the gap, in mean lengths
 ENDLESS, ENDLESS_AT_ONCE = 0.5, 0.95  # share of samples
 GARBLED: Final = 0.1  # share of samples
+FORKED: Final = 0.1  # share of turns
 STALLED, STALLED_S = 6.0, 60.0  # times the median step, and seconds at least
 ENGINES: Final = ("rollout", "long tail", "queue")
 TRAINING: Final = ("fetch", "train", "weights")
@@ -280,6 +281,17 @@ def not_text(run: RunFacts) -> str | None:
     return None if share < GARBLED else f"{share:.0%} of {sum_of(run.window, 'samples')} responses"
 
 
+def forking(run: RunFacts) -> str | None:
+    """Many turns of agents do not go on from what was sampled."""
+    turns, forks = sum_of(run.window, "turns"), Counter[str]()
+    for step in run.window:
+        forks.update(step.forks)
+    if len(run.window) < MIN_STEPS or turns < MIN_SAMPLES or forks.total() < FORKED * turns:
+        return None
+    cause, number = forks.most_common(1)[0]
+    return f"{forks.total() / turns:.0%} of {turns} turns, {number} because of {cause}"
+
+
 def failed_groups(run: RunFacts) -> str | None:
     """Groups fail."""
     return _share_of(run, "failed", "ended", "groups", MIN_GROUPS)
@@ -420,6 +432,13 @@ RULES: Final = (
         "Most responses are cut off. The limit is too low, or the model no longer ends its responses.",
         ("rollout.max_response_len", "rollout.temperature", "rollout.stop_token_ids", "data.0.apply_chat_template"),
         endless,
+    ),
+    Rule(
+        "agents fork",
+        "The client or the chat template writes recorded turns in another way. A fork is a further conversation: its "
+        "prompt is computed again, and it shares the sample's vote.",
+        ("rollout.agent.command", "model.hf_checkpoint"),
+        forking,
     ),
     Rule(
         "repetition",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -37,6 +37,9 @@ TIMEOUTS: Final = ("timeout", "took more than", "no verdict within", "no answer 
 KEPT_TIMES: Final = 64  # groups of an engine and step
 KEPT_REASONS: Final = 16  # reasons of dropped groups, and signs, in a step
 UNUSUAL: Final = ("start", "end", "faults", "evaluation", "checkpoint")  # parts that are not in every step
+# Causes for which a turn that says what was said before forks. Another system message, other tools, a compaction and a
+# repeated question are what the agent wants.
+FORKS: Final = ("arguments", "thoughts", "text", "template")
 TRUNCATED, REPETITION, SCRIPT, BYTES = "truncated", "repetition", "script", "bytes"  # keys of `signs`
 
 
@@ -62,6 +65,8 @@ class StepFacts(msgspec.Struct):
     low: tuple[int, float] = 0, 0.0  # samples below the mean reward of their group, and their response tokens
     high: tuple[int, float] = 0, 0.0
     spread: tuple[int, float, float, float] = 0, 0.0, 0.0, 0.0  # samples, and sums of l*l, r*r and l*r among peers
+    turns: int = 0  # of sessions of agents
+    forks: dict[str, int] = {}  # of them, by cause
     engines: dict[str, list[float]] = {}  # seconds per token of groups
     parts: dict[str, float] = {}  # of its time
     slowest_score: str = ""
@@ -144,6 +149,8 @@ class RunFacts(msgspec.Struct):
             _count(facts.signs, TRUNCATED)
         for sign in [sign for sample in samples.all for sign in sample.signs]:
             _count(facts.signs, sign)
+        for session in [sample.metadata.get("session") for sample in samples.all if sample.metadata]:
+            self._take_session(session)
         facts.samples += len(samples.response_len)
         facts.length += sum(samples.response_len)
         longest = max(samples.response_len, default=0)
@@ -152,6 +159,17 @@ class RunFacts(msgspec.Struct):
             if len(times) < KEPT_TIMES:
                 times.append(rollout_s(event) / longest)
         self._compare(samples.graded, last)
+
+    def _take_session(self, session: Any) -> None:
+        """Count the turns and the forks of a session, as the rollout actor notes them."""
+        try:
+            turns, forks = int(session["turns"]), dict(session["forks"])
+        except (TypeError, KeyError, ValueError):  # it is no session, but a user's own metadata
+            return
+        self.open.turns += turns
+        for cause in FORKS:
+            if number := forks.get(cause):
+                self.open.forks[cause] = self.open.forks.get(cause, 0) + number
 
     def _fail(self, number: int, reason: str) -> None:
         """Note groups that failed."""

@@ -145,6 +145,21 @@ def test_responses_that_do_not_end_or_are_garbled_are_named() -> None:
     assert advised(a_run(30, garbled(0, "script"))) == []  # the task asks for it
 
 
+def test_agents_whose_turns_fork_are_named_with_the_cause_and_wanted_forks_are_not() -> None:
+    def forking(**forks: int) -> Samples:
+        def of(step: int, group: int) -> list[SampleSummary]:
+            noted = {"session": {"turns": 10, "extended": 8, "forks": forks}}
+            first, *others = usual(step, group)
+            own = {"session": "a user's own"}
+            return [msgspec.structs.replace(first, metadata=noted), msgspec.structs.replace(others[0], metadata=own)]
+
+        return of
+
+    found = advised(a_run(12, forking(arguments=2, text=1, compaction=4)))
+    assert the_only(found)[:2] == ("agents fork", "30% of 800 turns, 160 because of arguments")
+    assert advised(a_run(12, forking(compaction=4, tools=3, repeat=1))) == []
+
+
 def test_a_reward_for_length_is_named_when_responses_grow() -> None:
     def longer(growth: float) -> Samples:
         def of(step: int, group: int) -> list[SampleSummary]:
