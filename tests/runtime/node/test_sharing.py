@@ -3,14 +3,14 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
+from actors.rollout.engines.weights.adapters import base_announcement
+from actors.rollout.engines.weights.files import CopyDamaged, NodeCopies
 from actors.trainer.weights.publish import Published, Versions
 from messages import LocalCopyGiven, LocalCopyRequested
 from runtime.bus.bus import Bus
@@ -23,7 +23,9 @@ from runtime.models.safetensors import ADAPTER_FILE
 from runtime.models.versions import name_of
 from runtime.node.copying import LocalCopies
 from runtime.node.sharing import Sharing
+from runtime.settings.placement import UpdateLimits
 from tests.support.published import changed, drawn, flip, publish
+from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
 
@@ -104,21 +106,34 @@ async def test_adapters_and_their_base_are_fetched_and_kept_side_by_side(bus: Bu
     bases = Versions(at_home / "weights" / "adapters" / "base", model, is_fetched=True)
     base = publish(bases, 1, drawn())
     versions = [published_adapter(at_home / "weights" / "adapters", number) for number in range(1, 5)]
+    told = [
+        announcement(
+            number,
+            kind="lora",
+            path="/not/here",
+            checksum=each.checksum,
+            files=dict(each.files),
+            manifest=each.manifest,
+            base=base.as_base,
+        )
+        for number, each in enumerate(versions, 1)
+    ]
     sharing = node("n1", tmp_path / "n1")
     copies = LocalCopies(tmp_path / "n1" / "copies", sharing)
-
-    async def copied(published: Published, number: int, series: str, **changes: Any) -> Path:
-        asked = msgspec.structs.replace(request(published, number), series=series, **changes)
-        return await check(await copies.answer(asked), published)
-
-    async with running(bus, node("local", at_home, is_home=True), sharing):
-        whole = await copied(base, 0, "adapters/base")
-        newest = [await copied(each, number, "adapters") for number, each in enumerate(versions, 1)][-1]
-        assert (newest / "adapter_config.json").read_text() == '{"r": 4}'
-        assert await copied(versions[-1], 4, "adapters", was_read=True) == newest
-        flip(newest / ADAPTER_FILE, -1)
-        assert await copied(versions[-1], 4, "adapters", doubted=True) == newest
-        await check(LocalCopyGiven(path=str(whole)), base)
+    files = NodeCopies(bus, "agent.n1", UpdateLimits(stall_s=30.0))  # as a rollout actor asks the node daemon
+    answering = bus.serve({LocalCopyRequested: copies.answer}, instance="agent.n1")
+    async with running(bus, node("local", at_home, is_home=True), sharing), answering:
+        whole = await files.provide(base_announcement(told[0], base.as_base), doubted=False)
+        newest = [await files.provide(each, doubted=False) for each in told][-1]
+        await files.check_read(newest)
+        place = Path(newest.path)
+        assert (place / "adapter_config.json").read_text() == '{"r": 4}'
+        flip(place / ADAPTER_FILE, -1)
+        with pytest.raises(CopyDamaged):
+            await files.check_read(newest)
+        assert await files.provide(told[-1], doubted=True) == newest
+        await check(LocalCopyGiven(path=newest.path), versions[-1])
+        await check(LocalCopyGiven(path=whole.path), base)
 
 
 async def test_a_third_node_fetches_from_the_second_once_home_has_left(bus: Bus, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ async def rig_of(
             trainer_dtype="float32",
             adapters=AdapterUpdates(client, RUN, moves_on=moves_on, limits=LIMITS, interrupt=updater.interrupt),
         )
-        fleet = Fleet(client, verifier, dispatch=Direct(), max_adapters=limit)
+        fleet = Fleet(client, verifier, dispatch=Direct(), max_adapters=limit, update_groups=2)
         generator = Generator(client, fleet.serving, ServedModel.read(run.model))
         updater.interrupt_by(generator.running.interrupt)
         rig = Rig(run, client, fleet, generator, engine)
@@ -280,6 +280,15 @@ async def test_what_an_earlier_actor_left_is_unloaded_and_what_others_loaded_is_
             assert rig.fleet.serving.version == 1
             await until_loaded(rig.client, url, {"1", "of-another-run"})
         await engine.post("/unload_lora_adapter", {"lora_name": "of-another-run"})
+
+
+async def test_an_update_group_does_not_wait_for_another_one(url: str, run: Run) -> None:
+    """As it does where an update pauses its engines: here a load may wait until requests have ended."""
+    async with rig_of(url, run) as rig:
+        rolling = rig.fleet._rolling
+        rolling.wait("engine-1")
+        assert rolling.take("engine-1")
+        await rig.update(2)
 
 
 async def test_an_adapter_whose_load_outlived_its_caller_is_unloaded(url: str, run: Run) -> None:
