@@ -14,9 +14,11 @@ from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
 from actors.tiny_engine.model.receiving import write
 from runtime.models.config import read_model
+from tests.actors.trainer.hf import write_model as write_family
 from tests.support.tiny_models import LLAMA, teacher_forced, write_model, write_weights
 
 ATOL = 1e-5  # nats
+KINDS = ("qwen3_5_text", "qwen3_next", "gpt_oss", "deepseek_v3")  # states, a window, latents
 PROMPT = [60, 2, 33, 9, 9, 17, 21]
 
 
@@ -31,6 +33,15 @@ def inference() -> Iterator[None]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two KV heads for four heads."""
     return write_model(tmp_path_factory.mktemp("llama"), **LLAMA)
+
+
+@pytest.fixture(scope="module", params=["llama", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS)])
+def served(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param != "llama":
+        directory = tmp_path_factory.mktemp(request.param)
+        write_family(directory, request.param, noise=0.2, vocab_size=64)
+        return directory
+    return llama
 
 
 def scheduler_of(directory: Path, *, num_slots: int = 8) -> Scheduler:
@@ -116,11 +127,11 @@ def test_a_prompt_whose_log_probs_are_wanted_is_computed(llama: Path) -> None:
     retracted_at=st.integers(0, 12),
 )
 def test_samples_do_not_depend_on_what_is_shared(
-    llama: Path, arrivals: list[tuple[int, int, int]], retracted_at: int
+    served: Path, arrivals: list[tuple[int, int, int]], retracted_at: int
 ) -> None:
     """Arrivals are (prompt, tokens, steps until the next one); each sample is compared with itself alone."""
     prompts = [PROMPT, PROMPT[:3], [8]]
-    shared, alone = scheduler_of(llama, num_slots=4), scheduler_of(llama, num_slots=1)
+    shared, alone = scheduler_of(served, num_slots=4), scheduler_of(served, num_slots=1)
     pairs: list[tuple[Request, Request]] = []
     for seed, (prompt, limit, steps) in enumerate(arrivals):
         pair = request_of(seed, prompts[prompt], limit=limit), request_of(seed, prompts[prompt], limit=limit)
@@ -135,7 +146,8 @@ def test_samples_do_not_depend_on_what_is_shared(
         alone.submit([expected])
         run_out(alone)
         assert ours.output_ids == expected.output_ids
-        torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(expected.log_probs), atol=ATOL, rtol=0)
+        found, other = torch.tensor(ours.log_probs), torch.tensor(expected.log_probs)
+        torch.testing.assert_close(found, other, atol=2 * ATOL, rtol=0)  # both are within the limit of the exact ones
 
 
 def test_a_flush_clears_the_cache_and_keeps_its_memory_unless_it_was_for_one_long_request(llama: Path) -> None:
