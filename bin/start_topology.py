@@ -327,14 +327,20 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
 
 
 def _show_memory(topology: Topology) -> None:
-    """Print the memory of a trainer rank on the CPU, if the model's config is here; `_ready` says what it lacks."""
-    if topology.trainer.device != "cpu" or topology.run.only == "rollout":
+    """Print the memory of a trainer rank on the CPU and the disk of copies of checkpoints, if the config is here."""
+    copies = topology.train.checkpoint_copies > 1
+    if topology.run.only == "rollout" or (topology.trainer.device != "cpu" and not copies):
         return
+    from actors.trainer import checkpoint_copies
     from actors.trainer.models.config import trained_model  # reads models, which other commands do not need
-    from actors.trainer.models.memory import described
+    from actors.trainer.models.memory import checkpoint_bytes, described
 
     try:
-        Screen(sys.stdout).show(described(topology, trained_model(topology)))
+        model = trained_model(topology)
+        if topology.trainer.device == "cpu":
+            Screen(sys.stdout).show(described(topology, model))
+        if copies:
+            Screen(sys.stdout).show(checkpoint_copies.described(topology, checkpoint_bytes(topology, model)))
     except (OSError, ValueError):  # `_ready` prints the reason
         return
 

@@ -183,6 +183,56 @@ class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
     unusable: bool = False  # the published files do not match their announcement
 
 
+class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a checkpoint, as a rank wrote it."""
+
+    size_bytes: int
+    sha256: str
+    node: str  # of the rank
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint whose files lie on several nodes."""
+
+    name: str = ""  # of its directory: incarnation and step, "0003/step-00000040"
+    files: dict[str, CheckpointFile] = {}  # by name in the directory
+    parts: dict[str, str] = {}  # sha256 of the manifest of what the ranks of a node wrote, by node
+
+
+class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node has of a checkpoint."""
+
+    record: CheckpointRecord
+    nodes: tuple[str, ...]  # whose parts it has
+
+
+@register
+class CheckpointCopiesRequested(Message, kw_only=True, tag="checkpoint_copies_requested"):
+    """Asks a node daemon for its copies of checkpoint files. Answered by CheckpointCopiesGiven. Sent by trainer."""
+
+    plane = Plane.CALL
+    topic = "checkpoint_copies"
+    # What it does: list the checkpoints here; sum up and serve what the ranks of this node wrote; hold parts of other
+    # nodes; give the checkpoint its name; forget others.
+    act: Literal["list", "sum_up", "hold", "name", "forget"]
+    record: CheckpointRecord = CheckpointRecord()
+    nodes: tuple[str, ...] = ()  # whose parts to hold
+    thorough: bool = False  # compare parts that are here with their sums
+    keeps: tuple[str, ...] | None = None  # names not to forget; None: all that are complete
+
+
+@register
+class CheckpointCopiesGiven(Message, kw_only=True, tag="checkpoint_copies_given"):
+    """Reports what a node has of checkpoints, or the reason why it could not do what was requested."""
+
+    plane = Plane.CALL
+    topic = "checkpoint_copies_given"
+    answers = True
+    digest: str = ""  # sha256 of the manifest of what was summed up
+    held: tuple[HeldCheckpoint, ...] = ()
+    reason: str = ""  # of a failure
+
+
 class WeightSyncMember(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that takes part in a weight sync."""
 

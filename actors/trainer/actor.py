@@ -11,6 +11,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
+from actors.trainer.checkpoint_copies import copies_of
 from actors.trainer.data.feed import Feed
 from actors.trainer.data.held_out import HeldOut
 from actors.trainer.data.history import HISTORY
@@ -24,6 +25,8 @@ from actors.trainer.weights.calls import AskOf, ThreadCalls
 from messages import (
     BatchTrained,
     BucketSent,
+    CheckpointCopiesGiven,
+    CheckpointCopiesRequested,
     CheckpointSaved,
     CheckpointSetAside,
     ColumnPublished,
@@ -81,6 +84,7 @@ class TrainerActor(Actor):
         PhaseReached,
         WeightSyncRequested,
         WeightSyncAnswered,
+        CheckpointCopiesGiven,
     )
     writes = (
         TrainerStarted,
@@ -90,6 +94,7 @@ class TrainerActor(Actor):
         WeightsAnnounced,
         CheckpointSaved,
         CheckpointSetAside,
+        CheckpointCopiesRequested,
         PhaseChanged,
         PhaseRequested,
         WeightSyncPrepared,
@@ -192,6 +197,9 @@ class TrainerActor(Actor):
             held_out = HeldOut(self._topology, await to_thread.run_sync(self._read_held_out))
             colocation.lead(torch_thread, rank)
             try:
+                if (copies := copies_of(self._topology, self._bus)) is not None:
+                    await copies.forget(None)
+                    await copies.bring()
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
                 self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, colocation, held_out)

@@ -9,6 +9,8 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from actors.trainer.checkpoint_copies import CheckpointCopies
+from actors.trainer.checkpoints import name_of
 from actors.trainer.data.feed import Feed
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.torch_thread import TorchThread
@@ -34,6 +36,7 @@ class CheckpointSaves:
         colocation: colocation with engines in the same memory.
         step: train steps of the loaded checkpoint.
         incarnation: of this trainer.
+        copies: has other nodes keep copies; None: all ranks share one directory.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class CheckpointSaves:
         *,
         step: int,
         incarnation: int,
+        copies: CheckpointCopies | None = None,
     ) -> None:
+        self._copies = copies
         self._train = train
         self._bus = bus
         self._feed = feed
@@ -97,7 +102,11 @@ class CheckpointSaves:
     async def _finish(self, step: int, written: Future[None], began: float, pause_s: float) -> None:
         """Publish checkpoint.saved once the checkpoint is complete."""
         await asyncio.wrap_future(written)
+        if self._copies is not None and (files := await self._torch_thread.run(self._rank.finish_files)):
+            await self._copies.spread(name_of(step=step, incarnation=self._incarnation), files)
         path, kept = await self._torch_thread.run(self._rank.finish_save)
+        if self._copies is not None:
+            await self._copies.forget(tuple(name_of(step=each.step, incarnation=each.incarnation) for each in kept))
         took_s = time.perf_counter() - began
         saved = CheckpointSaved(
             step=step,

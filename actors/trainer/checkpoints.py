@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
+from actors.trainer.file_checksums import damage_of
 from actors.trainer.lora.saved import SavedLora, compare
 from actors.trainer.models.config import HfConfig, with_value_head
+from runtime.models.checkpoint_files import CHECKPOINTS, CHECKSUMS_FILE
 from runtime.models.directory import ModelError, read_json
 from runtime.models.family import families
 from runtime.report.summary import KeptCheckpoint
@@ -25,7 +26,6 @@ from runtime.settings.topology import Topology
 
 RUN_FILE: Final = "run.json"  # in a checkpoint: its metadata
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
-CHECKPOINTS: Final = "checkpoints"  # in the run directory
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # written by Megatron-LM next to its checkpoints
 BACKEND: Final = "torch_dist"  # format of our checkpoints; the only Megatron-LM format that can be read
 CRITIC: Final = "critic"  # entry of the critic's state; its tensors are saved under names that begin with "critic."
@@ -55,7 +55,12 @@ class Checkpoint:
 
 def directory_of(root: Path, *, step: int, incarnation: int) -> Path:
     """Return the path of a complete checkpoint."""
-    return root / f"{incarnation:04d}" / f"step-{step:08d}"
+    return root / name_of(step=step, incarnation=incarnation)
+
+
+def name_of(*, step: int, incarnation: int) -> str:
+    """Return the name of a checkpoint in the directory of checkpoints."""
+    return f"{incarnation:04d}/step-{step:08d}"
 
 
 def place_of_critic(path: Path) -> Path:

@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 
 from actors.trainer.checkpoints import (
-    CHECKPOINTS,
     CRITIC,
     Checkpoint,
     DamagedCheckpoint,
@@ -29,7 +28,6 @@ from actors.trainer.critic_link import CriticLink
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
-from actors.trainer.file_checksums import FileChecksum
 from actors.trainer.lora.published import AdapterVersions, gathered_adapters
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
@@ -55,12 +53,13 @@ from actors.trainer.weights.export import weight_thread
 from actors.trainer.weights.publish import NOT_WRITTEN, PendingVersion, Published, Versions
 from actors.trainer.weights.rank import RankSender
 from actors.trainer.weights.writing import RankWriter
-from messages import BaseWeights, WeightProbe
+from messages import BaseWeights, CheckpointFile, WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.functions.table import INIT_HOOK
+from runtime.models.checkpoint_files import CHECKPOINTS, FileChecksum
 from runtime.models.versions import ADAPTER_BASES, ADAPTERS, WEIGHTS
 from runtime.settings.derived import has_critic, trains_reward_model
-from runtime.settings.placement import num_critic_ranks, weight_format
+from runtime.settings.placement import num_critic_ranks, rank_places, weight_format
 from runtime.settings.tables.engines import WeightFormat
 from runtime.settings.topology import (
     Topology,
@@ -184,6 +183,12 @@ class TrainerRank:
         return self._critic.replica if isinstance(self._critic, Critic) else None
 
     @property
+    def _nodes_of_copies(self) -> tuple[str, ...]:
+        """The node of each rank, if each node has checkpoints in a directory of its own."""
+        places = rank_places(self._topology) if self._topology.train.checkpoint_copies > 1 else ()
+        return tuple(place.node for place in places)
+
+    @property
     def _critic_config(self) -> HfConfig | None:
         return None if self._critic is None else critic_model(self._topology)
 
@@ -206,7 +211,7 @@ class TrainerRank:
             dtype, model, lora = self._topology.model.dtype, self._replica.hf, self._replica.lora
             saved_run(path).check(path, model, lora=lora, dtype=dtype, resumes=True, critic=self._critic_config)
             self._tell_critic("load", path=str(path))
-            step = self._load(str(path))
+            step = self._load(str(path.relative_to(self._checkpoints)))
             if self._link is not None and (of_critic := self._link.answer(int)) != step:
                 raise ValueError(f"{path} has the actor after {step} train steps, and the critic after {of_critic}")
             return step
@@ -279,6 +284,13 @@ class TrainerRank:
         frontier = max(step, frontier)
         self._tell_critic("save", step=step, incarnation=incarnation, frontier=frontier)
         return self._save(step, incarnation, frontier).written
+
+    def finish_files(self) -> dict[str, CheckpointFile]:
+        """Wait until all ranks have written, each into the directory of its node, and return all files.
+
+        Empty: the checkpoint was there already. Otherwise it has no name yet, and node daemons copy it and name it.
+        """
+        return self._finish_files()
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
         """Wait until all ranks have written, give the checkpoint its name, and delete old ones.
@@ -471,10 +483,10 @@ class TrainerRank:
     # all ranks
 
     @on_all_ranks
-    def _load(self, path: str) -> int:
-        """Load a checkpoint of this run."""
+    def _load(self, name: str) -> int:
+        """Load a checkpoint of this run, by its name in the directory of checkpoints."""
         with self._optimizers_at_hand():
-            return load_checkpoint(self._replica, Path(path), self._critic_replica)
+            return load_checkpoint(self._replica, self._checkpoints / name, self._critic_replica)
 
     @on_all_ranks
     def _save(self, step: int, incarnation: int, frontier: int) -> Saving:
@@ -488,8 +500,15 @@ class TrainerRank:
                 incarnation=incarnation,
                 run_file=self._saved_run(step, incarnation, frontier),
                 critic=self._critic_replica,
+                nodes=self._nodes_of_copies,
             )
         return self._saving
+
+    @on_all_ranks
+    def _finish_files(self) -> dict[str, CheckpointFile]:
+        """Wait until the files of all ranks are written, each on its node."""
+        assert self._saving is not None
+        return self._saving.finish_files()
 
     @on_all_ranks
     def _name_saved(self) -> Path:

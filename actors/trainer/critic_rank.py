@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
 
-from actors.trainer.checkpoints import CHECKPOINTS
 from actors.trainer.commands import TrainerRank
 from actors.trainer.critic_link import CriticEnd, Learned, LearnedStep, Returns
 from actors.trainer.data.batch import Floats32, TrainBatch
@@ -33,6 +32,7 @@ from actors.trainer.weights.export import weight_thread
 from actors.trainer.weights.files import export_to_files
 from actors.trainer.weights.gathering import own_parts
 from runtime.functions.table import INIT_HOOK
+from runtime.models.checkpoint_files import CHECKPOINTS
 from runtime.settings.placement import num_critic_ranks, num_ranks
 from runtime.settings.topology import Topology, critic_topology
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.trainer.checkpoints import CHECKPOINTS, CRITIC, checkpoints_in, newest_undamaged, saved_run
+from actors.trainer.checkpoints import CRITIC, checkpoints_in, newest_undamaged, saved_run
 from actors.trainer.lora.saved import SavedLora
+from runtime.models.checkpoint_files import CHECKPOINTS
 from runtime.models.directory import CONFIG, copy_files, has_file
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.derived import has_critic

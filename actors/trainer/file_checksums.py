@@ -3,7 +3,6 @@
 `checksums.json` lists every other file of the directory with its size and sha256. It is written last.
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -13,32 +12,12 @@ from typing import Final
 
 import msgspec
 
+from runtime.models.checkpoint_files import CHECKSUMS_FILE, Checksums, FileChecksum, checksum_of
 from runtime.models.directory import has_file, read_json
 from runtime.util.files import path_inside
 
-CHECKSUMS_FILE: Final = "checksums.json"
 _MAX_THREADS: Final = 8  # threads that hash one checkpoint's files
 _LOOK_AGAIN_S: Final = 0.2
-
-
-class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and sha256 of a file when it was written."""
-
-    size_bytes: int
-    sha256: str
-
-
-class Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Checksums of a checkpoint's files, by name relative to its directory."""
-
-    files: dict[str, FileChecksum]
-
-
-def checksum_of(file: Path) -> FileChecksum:
-    """Compute the size and sha256 of a file."""
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256")
-        return FileChecksum(opened.tell(), digest.hexdigest())
 
 
 def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING
 import anyio
 import structlog
 
+from actors.trainer.checkpoint_copies import copies_of
 from actors.trainer.checkpoint_saves import CheckpointSaves
 from actors.trainer.data.feed import FedBatch, Feed
 from actors.trainer.data.held_out import HeldOut, held_out_metrics
@@ -120,7 +121,15 @@ class Leader:
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
         self._saves = CheckpointSaves(
-            topology.train, bus, feed, torch_thread, rank, colocation, step=step, incarnation=incarnation
+            topology.train,
+            bus,
+            feed,
+            torch_thread,
+            rank,
+            colocation,
+            step=step,
+            incarnation=incarnation,
+            copies=copies_of(topology, bus),
         )
         self._announced = anyio.Event()  # set once the last version is announced
         self._announced.set()

@@ -275,7 +275,7 @@ class _Asking:
         self._known = known
         self._show = show
         self._moved = time.monotonic()  # when bytes came last
-        self._failed = False
+        self._failed = self._is_stopped = False
         self._left_out: dict[str, str] = {}  # by the secret of a room's start: what was wrong
         self._resting: dict[str, float] = {}  # until when, by the secret
         self._said: dict[str, str] = {}  # by node: why it did not send bytes last
@@ -286,7 +286,7 @@ class _Asking:
 
     def stop(self) -> None:
         """Fail: the caller is not interested any more."""
-        self._failed = True
+        self._is_stopped = self._failed = True
 
     def close(self) -> None:
         """Close all connections."""
@@ -297,6 +297,8 @@ class _Asking:
         """Return a call that does nothing once another one has failed."""
 
         def called(each: _Piece) -> None:
+            if self._is_stopped:
+                raise FetchFailed("the fetch was stopped")
             if self._failed:
                 return
             try:

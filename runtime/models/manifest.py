@@ -105,12 +105,18 @@ def write_manifest(
         OSError: a file cannot be read, or the manifest not be written.
     """
     files = files_of({file.name: file for file in directory.iterdir() if file.name != MANIFEST}, piece_bytes)
-    digest, base_version = base or ("", None)
-    content = msgspec.json.encode(
-        Manifest(version=version, base=digest, base_version=base_version, piece_bytes=piece_bytes, files=files)
+    begins, base_version = base or ("", None)
+    content, digest = manifest_of(
+        Manifest(version=version, base=begins, base_version=base_version, piece_bytes=piece_bytes, files=files)
     )
     write_atomically(directory / MANIFEST, content)
-    return hashlib.sha256(content).hexdigest()
+    return digest
+
+
+def manifest_of(manifest: Manifest) -> tuple[bytes, str]:
+    """Return the content of a manifest, and its digest."""
+    content = msgspec.json.encode(manifest)
+    return content, hashlib.sha256(content).hexdigest()
 
 
 def files_of(paths: Mapping[str, Path], piece_bytes: int = PIECE_BYTES) -> tuple[ManifestFile, ...]:

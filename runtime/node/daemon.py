@@ -12,7 +12,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from messages import KillAnswered, KillRequested, LocalCopyRequested, Message, Plane
+from messages import CheckpointCopiesRequested, KillAnswered, KillRequested, LocalCopyRequested, Message, Plane
 from runtime.bus.addresses import engine_key, host_port
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
@@ -291,10 +291,10 @@ class NodeDaemon:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
             started = with_secrets(spec, incarnation, key, self._bus_url, self._certificate)
             self._supervision.start(started, agreement)
-        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node, self._room)
         handlers: dict[type[Message], Handler] = {
             KillRequested: partial(self._kill, bus),
-            LocalCopyRequested: copies.answer,
+            LocalCopyRequested: LocalCopies(self._plan.run_dir / COPIES / self._plan.node, self._room).answer,
+            CheckpointCopiesRequested: self._room.copies.answer,
         }
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)

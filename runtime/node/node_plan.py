@@ -54,6 +54,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true on the node that owns the streams
     shares_weights: bool = False  # nodes fetch weights from each other, because they share no directory
+    copies_checkpoints: bool = False  # nodes keep copies of checkpoint files of others
     given: tuple[RunFile, ...] = ()  # at home: what nodes that lack it may fetch
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 15.0

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from runtime.bus.bus import Bus
 from runtime.models.delta import Version
 from runtime.models.manifest import FetchFailed
+from runtime.node.checkpoint_copies import CheckpointCopies, offers_of_checkpoints
 from runtime.node.node_plan import NodePlan
 from runtime.node.run_files import OFFERED, FilesAtHome
 
@@ -29,6 +31,14 @@ class NodeRoom:
         self._plan = plan
         self._show = show
         self._sharing: Sharing | None = None
+        self.copies = CheckpointCopies(plan.run_dir, plan.node, lambda: self.sharing)
+
+    @property
+    def sharing(self) -> "Sharing":
+        """What this node shares. Raises FetchFailed: its room is not open yet."""
+        if self._sharing is None:
+            raise FetchFailed(f"node {self._plan.node} has not opened its room yet")
+        return self._sharing
 
     def fetches(self, manifest: str) -> bool:
         """Whether this node fetches a version; otherwise it reads the published files."""
@@ -36,9 +46,7 @@ class NodeRoom:
 
     def fetch(self, series: str, manifest: str, held: Collection[Version], *, verifies: bool = False) -> Path:
         """Return the directory of a version, as `Sharing.fetch` does."""
-        if self._sharing is None:
-            raise FetchFailed(f"node {self._plan.node} has not opened its room yet")
-        return self._sharing.fetch(series, manifest, held, verifies=verifies)
+        return self.sharing.fetch(series, manifest, held, verifies=verifies)
 
     async def run(self, bus: Bus, *, refuses: bool = False) -> None:
         """Share until cancelled.
@@ -49,8 +57,10 @@ class NodeRoom:
         """
         plan = self._plan
         async with anyio.create_task_group() as tasks:
-            if plan.shares_weights and not refuses:
-                self._opened(bus, tasks)
+            if (plan.shares_weights or plan.copies_checkpoints) and not refuses:
+                sharing = self._opened(bus, tasks)
+                if plan.copies_checkpoints:
+                    sharing.offer(await anyio.to_thread.run_sync(offers_of_checkpoints, plan.run_dir))
             if plan.given:
                 directory = plan.run_dir / OFFERED
                 files = FilesAtHome(plan.given, directory, lambda: self._opened(bus, tasks), refuses=refuses)

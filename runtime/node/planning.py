@@ -109,6 +109,7 @@ def plan_of(
         takes_over=options.take_over,
         keeps_metrics=is_home,
         shares_weights=fetches_weights(topology) and len(topology.nodes) > 1,
+        copies_checkpoints=topology.train.checkpoint_copies > 1,
         given=given_by_home(topology) if is_home else (),
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,

@@ -77,6 +77,10 @@ class Sharing:
         """Serve files under their digests. Safe to call from any thread."""
         self._room.offer(offered)
 
+    def withdraw(self, digests: Collection[str]) -> None:
+        """Serve these digests no longer. Safe to call from any thread."""
+        self._room.withdraw(digests)
+
     def stop(self) -> None:
         """End fetches in progress: they raise FetchFailed."""
         for each in self._fetchers.values():

@@ -128,6 +128,13 @@ def trainer_nodes(topology: Topology) -> tuple[str, ...]:
     return tuple(dict.fromkeys(place.node for place in trainer_places(topology)))
 
 
+def weight_nodes(topology: Topology) -> tuple[str, ...]:
+    """Return the nodes whose ranks write weights to files: the first rank of each pipeline stage."""
+    places = rank_places(topology)
+    size = max(1, len(places) // topology.trainer.megatron.pipeline_model_parallel_size)
+    return tuple(dict.fromkeys(place.node for place in places[::size]))
+
+
 def num_critic_ranks(topology: Topology) -> int:
     """Return the number of ranks that are the critic's alone; 0 if it has the actor's, or there is none."""
     return num_ranks(critic_topology(topology).trainer) if critic_has_ranks(topology) else 0

@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import actors.preflight  # noqa: F401 - here once, not in the process of each check
-from actors.trainer.checkpoints import CHECKPOINTS, METADATA_FILE, SavedRun, directory_of
+from actors.trainer.checkpoints import METADATA_FILE, SavedRun, directory_of
 from actors.trainer.checkpoints import RUN_FILE as SAVED_FILE
 from actors.trainer.file_checksums import write_checksums
 from actors.trainer.models.config import read_hf_config
@@ -32,6 +32,7 @@ from bin.start_topology import main
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import server_command, wait_ready
 from runtime.data.dump_files import RUN_FILE
+from runtime.models.checkpoint_files import CHECKPOINTS
 from runtime.node.claims.claim import Claim
 from runtime.node.claims.run_id import KEY, IdOnBus
 from runtime.settings.tables.trainer import MegatronConfig

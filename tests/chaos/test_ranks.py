@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
+from actors.trainer.checkpoints import checkpoints_in
 from messages import BatchTrained
+from runtime.models.checkpoint_files import CHECKPOINTS
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import Run
 from tests.chaos.rank_moments import Moment, planned

@@ -41,6 +41,7 @@ def begin_save(
     incarnation: int,
     run_file: SavedRun | None = None,
     critic: Replica | None = None,
+    nodes: Sequence[str] = (),
 ) -> Saving:
     """Start to write a checkpoint. A collective of all ranks.
 
@@ -52,12 +53,13 @@ def begin_save(
         incarnation: Incarnation of the trainer.
         run_file: Contents of the checkpoint's run file.
         critic: The critic's replica, which is saved with it. None: there is no critic.
+        nodes: Node of each rank, if each node has a directory of its own.
     """
     path = directory_of(root, step=step, incarnation=incarnation)
     state = _state(replica, loading=False) | {"rng": _random_states(), "step": step}
     if critic is not None:
         state[CRITIC] = _of_critic(_state(critic, loading=False))
-    saving = Saving(state, path, executor, run_file=run_file)
+    saving = Saving(state, path, executor, run_file=run_file, nodes=nodes)
     for each in (replica, critic):
         if each is not None:
             each.before_change = saving.settle

@@ -8,7 +8,7 @@ directory that no start recognises as a checkpoint.
 """
 
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 
 from actors.trainer.checkpoints import RUN_FILE, SavedRun
-from actors.trainer.file_checksums import FileChecksum, absent_files, checksum_of, write_checksums
+from actors.trainer.file_checksums import absent_files, write_checksums
 from actors.trainer.megatron.imports import (
     FullyParallelSaveStrategyWrapper,
     MCoreSavePlanner,
@@ -36,6 +36,8 @@ from actors.trainer.megatron.imports import (
     quiet,
     replace_state_dict_keys_with_sharded_keys,
 )
+from messages import CheckpointFile
+from runtime.models.checkpoint_files import FileChecksum, checksum_of
 from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace, free_bytes, no_space, writing
 from runtime.util.files import begin_directory, complete_directory, hidden_name
@@ -52,7 +54,14 @@ class Saving:
     """One checkpoint being saved. Creating and finishing it are collectives of all ranks on their torch threads."""
 
     def __init__(
-        self, state: dict[str, Any], path: Path, executor: Executor, *, run_file: SavedRun | None, part: str = ""
+        self,
+        state: dict[str, Any],
+        path: Path,
+        executor: Executor,
+        *,
+        run_file: SavedRun | None,
+        part: str = "",
+        nodes: Sequence[str] = (),
     ) -> None:
         """Plan the checkpoint and begin to write this rank's part. The state may change once `settle` has returned.
 
@@ -62,6 +71,7 @@ class Saving:
             executor: Thread that writes the files.
             run_file: Contents of the checkpoint's run file.
             part: Name of the part that these ranks write, whose ranks are not those of the rest. Empty: the rest.
+            nodes: Node of each rank, if each node has a directory of its own. Empty: all ranks share one.
 
         Raises:
             NoSpace: The checkpoint does not fit on the disk.
@@ -71,13 +81,18 @@ class Saving:
         directory = _place_of_part(path, part) if part else path
         self._unfinished = hidden_name(directory)
         self._is_there = path.exists()
+        self._nodes = nodes
+        if nodes:  # a start has each node fetch the newest checkpoint, so the first rank's node has all
+            is_there = [self._is_there]
+            dist.broadcast_object_list(is_there)
+            self._is_there = is_there[0]
         self._writer = _DeferredWriter(self._unfinished)
         dist.barrier()  # all ranks have checked the path before one of them creates it
         if self._is_there:
             self.written: Future[None] = Future()
             self.written.set_result(None)
             return
-        if dist.get_rank() == 0:
+        if nodes.index(nodes[dist.get_rank()]) == dist.get_rank() if nodes else dist.get_rank() == 0:
             begin_directory(directory)
         needed_bytes = _check_room(self._unfinished, state)
         with quiet(), _written(self._unfinished, needed_bytes):
@@ -105,12 +120,36 @@ class Saving:
             InputError: Rank 0 does not see a file of another rank.
         """
         self.written.result(WRITE_TIMEOUT_S)
-        if self._is_there:
+        if self._is_there or self._nodes:  # the node daemons give it its name
             return self.path
         with _written(self._unfinished):  # only small files: no check for the checkpoint's whole size
             self._complete(parts or {})
         dist.barrier()
         return self.path
+
+    def finish_files(self) -> dict[str, CheckpointFile]:
+        """Wait for the files of all ranks, each in its node's directory. Return them on rank 0, or none if it is there.
+
+        Raises:
+            OSError: This rank could not write; NoSpace if the disk is full.
+        """
+        self.written.result(WRITE_TIMEOUT_S)
+        if self._is_there:
+            return {}
+        with _written(self._unfinished):
+            self._writer.report()
+            if dist.get_rank() != 0:
+                return {}
+            assert self._run_file is not None
+            (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._run_file)))
+            own = {path.name for path in self._unfinished.iterdir()} - self._writer.checksums.keys()
+            found = {name: (checksum_of(self._unfinished / name), self._nodes[0]) for name in own}
+        for rank, names in enumerate(self._writer.names_by_rank):
+            found |= {name: (self._writer.checksums[name], self._nodes[rank]) for name in names}
+        return {
+            name: CheckpointFile(size_bytes=each.size_bytes, sha256=each.sha256, node=node)
+            for name, (each, node) in found.items()
+        }
 
     def finish_part(self) -> dict[str, FileChecksum]:
         """Wait for the files of the part, whose ranks this is a collective of; return their checksums on rank 0.
@@ -207,6 +246,7 @@ class _DeferredWriter(FileSystemWriter):
     _results: list[WriteResult]
     size_bytes: int  # bytes that this rank writes
     checksums: dict[str, FileChecksum]  # of this rank's files; after `report`, on rank 0, of all ranks' files
+    names_by_rank: list[list[str]]  # after `report`, on rank 0: of the files of each rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Keep the planned data. Called by torch when the plan is complete."""
@@ -244,6 +284,7 @@ class _DeferredWriter(FileSystemWriter):
             assert self._metadata is not None
             super().finish(self._metadata, [results for results, _ in reports])
             self.checksums = {name: each for _, checksums in reports for name, each in checksums.items()}
+            self.names_by_rank = [list(checksums) for _, checksums in reports]
 
 
 class _Data:

@@ -105,6 +105,14 @@ def _step_tokens(topology: Topology) -> int:
     return -(-rollout.rollout_batch_size * group // topology.algorithm.num_steps_per_rollout)
 
 
+def checkpoint_bytes(topology: Topology, model: HfConfig) -> int:
+    """Estimate the size of a checkpoint: weights, main weights and Adam's moments, of the critic too."""
+    lora = topology.trainer.lora
+    weights = num_adapter_weights(model, lora) if lora.rank else num_weights(model)
+    each = 2 + 4 + 8 if topology.model.dtype == "bfloat16" else 4 + 8
+    return weights * each * (2 if has_critic(topology) else 1)
+
+
 def described(topology: Topology, model: HfConfig) -> str:
     """Say in one line how much memory each trainer rank takes."""
     found = rank_memory(topology, model)

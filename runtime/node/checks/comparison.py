@@ -55,6 +55,9 @@ def _problems(topology: Topology, node: str, own: NodeFacts, before: Mapping[str
         yield from () if own.problems else _settings(home, own)
         if own.common_file != home.common_file:
             yield from _without_directory(topology, node, roles_of(topology, node))
+        elif own.common_file and (copies := topology.train.checkpoint_copies) > 1:
+            message = "has the run directory of home, where copies of one file would be one; use another run.dir, or 1"
+            yield Problem.of("train.checkpoint_copies", copies, message)
 
 
 def _versions(topology: Topology, own: NodeFacts, before: Mapping[str, NodeFacts]) -> Iterator[Problem]:
@@ -96,7 +99,8 @@ def _without_directory(topology: Topology, node: str, roles: NodeRoles) -> Itera
     if roles.generates and POLICY not in roles.pools and policy is not None and policy.weight_transport == "disk":
         message = f"{why}, and its rollout actor compares weight files; use a common directory (run.dir)"
         yield Problem.of("rollout.nodes", list(topology.rollout.nodes), message)
-    if roles.trains and len(trainer_nodes(topology)) > 1:
-        message = f"{why}, and the trainer's ranks save one checkpoint together; use a common directory (run.dir)"
+    if roles.trains and len(trainer_nodes(topology)) > 1 and topology.train.checkpoint_copies == 1:
+        remedy = "use a common directory (run.dir), or train.checkpoint_copies = 2"
+        message = f"{why}, and the trainer's ranks save one checkpoint together; {remedy}"
         key = "nodes" if topology.trainer.gpus is None else "gpus"
         yield Problem.of(f"trainer.{key}", getattr(topology.trainer, key), message)

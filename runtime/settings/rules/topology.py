@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from runtime.functions.load import project_of
 from runtime.settings.derived import (
@@ -13,19 +14,23 @@ from runtime.settings.derived import (
     trains_reward_model,
 )
 from runtime.settings.owners import owner_problems
-from runtime.settings.placement import home_node, is_loopback, trainer_nodes
+from runtime.settings.placement import home_node, is_loopback, trainer_nodes, weight_nodes
 from runtime.settings.prompts import in_the_way
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.engines import engine_problems
 from runtime.settings.rules.graders import grader_problems
 from runtime.settings.rules.limits import limit_problems
+from runtime.settings.rules.weights import IN_FILES
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.tables.run import BusConfig
 from runtime.settings.topology import (
+    POLICY,
     Topology,
+    critic_has_ranks,
     is_colocated,
     reference_in_pool,
 )
+from runtime.util.formatting import count_of
 
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 
@@ -143,6 +148,7 @@ def _placed(topology: Topology) -> Iterator[Problem]:
             yield Problem.of(key, nodes, f"engines run where the trainer is (engines.{name}.colocate)")
     yield from _placed_ranks(topology)
     yield from _placed_critic(topology)
+    yield from _copies(topology)
     if topology.reward.nodes and any("reward" in roles for roles in topology.share):
         message = 'a reward actor that shares a process (share) runs on the node with the bus: leave "reward" out there'
         yield Problem.of("reward.nodes", list(topology.reward.nodes), message)
@@ -161,6 +167,25 @@ def _placed_ranks(topology: Topology) -> Iterator[Problem]:
     elif is_colocated(topology):
         message = "colocated engines on the CPU share memory with the trainer, on the node with the bus: leave it out"
         yield Problem.of(key, value, message)
+
+
+def _copies(topology: Topology) -> Iterator[Problem]:
+    """Yield what copies of checkpoints on several machines cannot do."""
+    key, copies = "train.checkpoint_copies", topology.train.checkpoint_copies
+    if copies == 1 or topology.run.only == "rollout":
+        return
+    if copies > len(topology.nodes):
+        yield Problem.of(key, copies, f"the run has {count_of(len(topology.nodes), 'node')}; allowed: up to that, or 1")
+    if critic_has_ranks(topology):
+        yield Problem.of(key, copies, "not implemented yet with a critic on ranks of its own; allowed: 1")
+    policy = topology.engines.get(POLICY)
+    writes = topology.train.save_hf or (policy is not None and policy.weight_transport in IN_FILES)
+    with suppress(ValueError):  # another rule reports the GPU list
+        if writes and len(nodes := weight_nodes(topology)) > 1:
+            message = (
+                f"not implemented yet with weights in files (weight_transport, train.save_hf) of {', '.join(nodes)}"
+            )
+            yield Problem.of(key, copies, f"{message}: pipeline stages on one node, or 1")
 
 
 def _placed_critic(topology: Topology) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from runtime.settings.placement import (
     is_networked,
     nodes_of_engine,
     num_engines,
-    trainer_nodes,
+    weight_nodes,
 )
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -205,8 +205,10 @@ def _over_http(topology: Topology, engine: EngineConfig, key: str) -> Iterator[P
         yield refused(f"colocated engines are beside the trainer's files: needs {key}.colocate unset")
     home = home_node(topology)
     with suppress(ValueError):  # another rule reports the GPU list
-        if any(node != home for node in trainer_nodes(topology)):
-            yield refused(f"not implemented yet: a trainer with ranks on another node than home, {home}")
+        if any(node != home for node in weight_nodes(topology)):
+            yield refused(
+                f"not implemented yet: a pipeline stage whose first rank is on another node than home, {home}"
+            )
         if any(len(nodes_of_engine(places)) > 1 for places in engine_places(topology, engine)):
             yield refused("not implemented yet for an engine over several nodes")
 

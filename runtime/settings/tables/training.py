@@ -126,6 +126,11 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     max_skipped_share: Fraction = 0.25
     # Number of newest checkpoints to keep.
     keep_checkpoints: Positive = 2
+    # Number of machines on which each file of a checkpoint lies before the checkpoint counts. With 1 all ranks save
+    # into one run directory, which nodes with ranks share. Above 1 the ranks of each node save into its own run
+    # directory, and nodes copy the files over HTTP: a machine that is lost with its disk is replaced by another one,
+    # which fetches the newest checkpoint.
+    checkpoint_copies: Positive = 1
     # Function that each trainer process calls once, before it builds the model: "module:function" or
     # "path/file.py:function". At the start, the arguments of this function and of the next two are checked.
     custom_megatron_init: Annotated[Text | None, INIT_HOOK] = None

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from actors.trainer.checkpoints import CHECKPOINTS, RUN_FILE, SavedRun, checkpoint_at
+from actors.trainer.checkpoints import RUN_FILE, SavedRun, checkpoint_at
 from actors.trainer.commands import TrainerRank
+from runtime.models.checkpoint_files import CHECKPOINTS
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, random_batch
 from tests.build.topology import MakeTopology

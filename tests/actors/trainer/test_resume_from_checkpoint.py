@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, kept_of, set_aside_damaged
+from actors.trainer.checkpoints import checkpoints_in, kept_of, set_aside_damaged
 from actors.trainer.commands import TrainerRank
 from actors.trainer.export import CannotExport, export_run, find_source
-from actors.trainer.file_checksums import CHECKSUMS_FILE
+from runtime.models.checkpoint_files import CHECKPOINTS, CHECKSUMS_FILE
 from runtime.report.summary import KeptCheckpoint
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.tiny import TINY, random_batch

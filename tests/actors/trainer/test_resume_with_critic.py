@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
+from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
 from actors.trainer.export import export_run
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.estimator import advantage_inputs
+from runtime.models.checkpoint_files import CHECKPOINTS
 from runtime.settings.topology import encode_topology
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import random_batch

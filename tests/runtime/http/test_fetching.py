@@ -207,7 +207,7 @@ async def test_a_source_that_is_killed_in_the_middle_costs_what_was_on_its_way(t
 
 async def test_a_node_that_is_killed_in_the_middle_has_nothing_under_its_name_and_goes_on(tmp_path: Path) -> None:
     digest = published(tmp_path / "weights", size=800 * PIECE)
-    place, room = tmp_path / "n1" / "v000001", Room(Published(tmp_path / "weights").look)
+    place, room = tmp_path / "n1" / "v000001", Room(Published([tmp_path / "weights"]).look)
     partial = hidden_name(place) / "model.safetensors"
     async with open_room(room, "home", "127.0.0.1", "127.0.0.1", is_home=True) as address:
         command = [sys.executable, "-c", CLIENT, str(tmp_path / "n1"), digest]
@@ -220,6 +220,26 @@ async def test_a_node_that_is_killed_in_the_middle_has_nothing_under_its_name_an
         before = room.sent_bytes
         assert is_same(await Node(tmp_path / "n1", [address]).fetch(digest), tmp_path / "weights" / "v000001")
     assert room.sent_bytes - before < 800 * PIECE  # what had come was not sent again
+
+
+async def test_a_fetch_that_is_stopped_has_nothing_under_its_name(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights", size=800 * PIECE)
+    place = tmp_path / "n1" / "v000001"
+    partial = hidden_name(place) / "model.safetensors"
+    async with home(tmp_path / "weights") as address, anyio.create_task_group() as tasks:
+        node, failed = Node(tmp_path / "n1", [address]), list[FetchFailed]()
+
+        async def fetch() -> None:
+            try:
+                await node.fetch(digest)
+            except FetchFailed as error:
+                failed.append(error)
+
+        tasks.start_soon(fetch)
+        await eventually(lambda: partial.exists() and partial.stat().st_blocks > 0)
+        node.fetcher.stop()
+        await eventually(lambda: bool(failed))
+    assert not place.exists()
 
 
 async def test_what_was_fetched_before_the_node_was_killed_is_not_fetched_again(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ ASKS = ("algorithm.opd.type=sglang",)
                 'trainer.nodes=["n1"]',
             ),
             "engines.policy.weight_transport",
-            "not implemented yet: a trainer with ranks on another node than home, local",
+            "not implemented yet: a pipeline stage whose first rank is on another node than home, local",
         ),
         (
             (

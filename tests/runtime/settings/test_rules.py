@@ -36,6 +36,19 @@ def test_external_graders_of_a_run_that_listens_are_no_problem(address: str) -> 
         (("nodes.local.address=0.0.0.0",), "nodes.local.address", "not the address of one machine"),
         (("nodes.local.address=fe80::1",), "nodes.local.address", "a link-local address is not unique"),
         (("trainer.nodes=['other']",), "trainer.nodes", "no node other; allowed: local"),
+        (("train.checkpoint_copies=2",), "train.checkpoint_copies", "the run has 1 node; allowed: up to that, or 1"),
+        (
+            (
+                "train.checkpoint_copies=2",
+                'nodes={local={address="10.0.0.1"}, b={address="10.0.0.2"}}',
+                "bus.node=local",
+                "trainer.nodes=['local','b']",
+                "trainer.num_processes=2",
+                "trainer.megatron.pipeline_model_parallel_size=2",
+            ),
+            "train.checkpoint_copies",
+            "not implemented yet with weights in files",
+        ),
         (
             ("trainer.nodes=['local']", "engines.policy.colocate=trainer", "engines.policy.weight_transport=ipc"),
             "trainer.nodes",

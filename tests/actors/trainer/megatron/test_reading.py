@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.export import CannotExport, export_run
-from actors.trainer.file_checksums import CHECKSUMS_FILE, write_checksums
+from actors.trainer.file_checksums import write_checksums
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.reading import UnsafeCheckpoint
+from runtime.models.checkpoint_files import CHECKSUMS_FILE
 from runtime.settings.topology import encode_topology
 from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save

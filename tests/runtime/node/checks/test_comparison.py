@@ -14,9 +14,15 @@ NODES: dict[str, Any] = {name: {} for name in ("n0", "n1", "n2")}
 POOL: dict[str, Any] = {"kind": "tiny", "nodes": ["n1", "n2"], "num_engines": 2, "weight_transport": "collective"}
 
 
-def topology(*, machines: dict[str, Any] = NODES, trainer: dict[str, Any] | None = None, **pool: Any) -> Topology:
+def topology(
+    *, machines: dict[str, Any] = NODES, trainer: dict[str, Any] | None = None, copies: int = 1, **pool: Any
+) -> Topology:
     return topology_with(
-        nodes=machines, bus={"node": "n0"}, trainer=trainer or {"device": "cpu"}, engines={"policy": POOL | pool}
+        nodes=machines,
+        bus={"node": "n0"},
+        trainer=trainer or {"device": "cpu"},
+        train={"checkpoint_copies": copies},
+        engines={"policy": POOL | pool},
     )
 
 
@@ -86,6 +92,19 @@ def test_a_trainer_on_several_nodes_without_a_common_directory_is_refused() -> N
     of = topology(machines=nodes, trainer={"gpus": "n0:0-7,n1:0-7"})
     [found] = refusals(of, n1=facts(of, common_file=""), n2=facts(of, common_file=""))
     assert found.startswith('node n1: trainer.gpus = "n0:0-7,n1:0-7": runs/t is not the directory of node n0 here')
+
+    copied = topology(machines=nodes, trainer={"gpus": "n0:0-7,n1:0-7"}, copies=2)
+    assert refusals(copied, n1=facts(copied, common_file=""), n2=facts(copied, common_file="")) == []
+    [found] = refusals(copied, n1=facts(copied), n2=facts(copied, common_file=""))
+    assert found.startswith("node n1: train.checkpoint_copies = 2: has the run directory of home")
+
+
+def test_what_a_node_would_fetch_is_refused_only_if_home_cannot_give_it() -> None:
+    of = topology()
+    home = facts(of, gives={"model.hf_checkpoint": "3 files, 12 MiB"})
+    assert refusals(of, n0=home, n1=facts(of, lacks=("model.hf_checkpoint",))) == []
+    [found] = refusals(of, n0=home, n1=facts(of, lacks=("rollout.dynamic_filter",)))
+    assert found == 'node n1: rollout.dynamic_filter = "": is not here, and home cannot give it'
 
 
 def test_another_topology_is_refused_by_its_keys_and_paths_may_differ() -> None:
