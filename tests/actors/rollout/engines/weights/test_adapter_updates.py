@@ -6,7 +6,7 @@ Trainer, files, engine, fleet and generator are real. A fault of the engine is p
 import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -39,6 +39,7 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.weights.publish import Published
 from messages import EngineState, SamplingParams, WeightsAnnounced, WeightSpan
 from runtime.settings.placement import UpdateLimits
+from runtime.settings.tables.engines import WeightFormat
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import trainer_topology
@@ -73,7 +74,10 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    directory = tmp_path_factory.mktemp("run")
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def trained(directory: Path, **pool: Any) -> Run:
     model = directory / "model"
     write_model(model, "qwen3", noise=NOISE)
     write_tokenizer(model)
@@ -82,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         model,
         directory,
         model={"random_init": False},
-        engines={"policy": {"kind": "tiny"}},
+        engines={"policy": {"kind": "tiny", **pool}},
         optimizer={"lr": 3e-2},
         trainer={"device": "cpu", "lora": {"rank": 4}},
     )
@@ -359,13 +363,28 @@ async def nobody(_url: str, _adapter: str) -> None:
     await anyio.sleep_forever()
 
 
-async def verify(client: SglangClient, url: str, told: WeightsAnnounced, *, checks_files: bool = False) -> None:
+async def verify(
+    client: SglangClient,
+    url: str,
+    told: WeightsAnnounced,
+    *,
+    checks_files: bool = False,
+    weight_format: WeightFormat = "as_trained",
+) -> None:
     """Update the engine by a rollout actor without requests, and unload what it loaded."""
     adapters = EngineAdapters(limit=4)
     updates = AdapterUpdates(client, RUN, moves_on=False, limits=LIMITS, interrupt=nobody)
     updater = Updater(client, "drain", limits=LIMITS)
     tracker = UpdateTracker()
-    verifier = WeightVerifier(client, updater, tracker, verify=None, trainer_dtype="float32", adapters=updates)
+    verifier = WeightVerifier(
+        client,
+        updater,
+        tracker,
+        verify=None,
+        trainer_dtype="float32",
+        weight_format=weight_format,
+        adapters=updates,
+    )
     files = PublishedFiles(LIMITS if checks_files else None)
     try:
         async with aclosing(verifier.update_adapter("engine-0", url, told, adapters, files, first=True)) as steps:
@@ -419,6 +438,18 @@ async def test_the_right_adapter_on_another_base_is_refused(url: str, run: Run, 
         unknown = msgspec.structs.replace(wrong, engine_sums=None)
         with pytest.raises(WeightsMismatch, match="its log-probs of the probe differ from the trainer's"):
             await verify(client, url, run.announced(2, base=unknown))
+
+
+@pytest.mark.nightly
+async def test_an_adapter_is_verified_on_a_base_that_was_rounded_for_engines(tmp_path: Path) -> None:
+    run = trained(tmp_path, weight_format="bfloat16")
+    wrong = planted(run, "A and B of two layers swapped", tmp_path / "v")
+    flags = ("--dtype", "bfloat16", "--load-format", "dummy", "--enable-lora")
+    with running_engine(run.model, *flags) as engine:
+        async with aiohttp.ClientSession() as session:
+            for client in (Misled(session, wrong, reports_sums=False), SglangClient(session)):
+                with pytest.raises(WeightsMismatch) if isinstance(client, Misled) else nullcontext():
+                    await verify(client, engine.url, run.announced(2), weight_format="bfloat16")
 
 
 # which adapters are loaded and used, without an engine
