@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import psutil
 import pytest
 
@@ -61,6 +62,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
     },
     "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0, "max_tokens": 4}},
 }
+CHAT: Final = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 VALUES: Final = [None, True, -1, 0, 2**63, 2**80, 1e308, "", "x", [], {}, [[]], [None], {"type": "text"}, "\ud800"]
 
 
@@ -112,23 +114,32 @@ def run_with_process(run_dir: Path, test: Callable[[str, str, psutil.Process], A
             async with connected(run_dir, sessions):
                 await test(url, sessions.pairs["s1"].model.reveal(), process)
 
-    environment = {**os.environ, "PHYSARUM_RUN_DIR": str(run_dir)}
-    command = [sys.executable, "-P", "-m", "actors.sessions", json.dumps(SETTINGS)]
-    with subprocess.Popen(
-        command, env=environment | {"PYTHONPATH": str(ROOT)}, cwd=run_dir, stderr=subprocess.PIPE, text=True
-    ) as listener:
+    with started(run_dir) as listener:
         try:
-            assert listener.stderr is not None
-            found = re.search(r"http://\S+", listener.stderr.readline())
-            assert found
-            anyio.run(running, found[0], psutil.Process(listener.pid))
+            anyio.run(running, url_of(listener), psutil.Process(listener.pid))
             listener.send_signal(signal.SIGTERM)
+            assert listener.stderr is not None
             assert listener.wait(20) == 0
             said = listener.stderr.read()
             assert "Traceback" not in said
             assert "physarum-" not in said  # no key
         finally:
             listener.kill()
+
+
+def started(run_dir: Path) -> subprocess.Popen[str]:
+    """Start the process of a listener."""
+    environment = {**os.environ, "PHYSARUM_RUN_DIR": str(run_dir), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "actors.sessions", json.dumps(SETTINGS)]
+    return subprocess.Popen(command, env=environment, cwd=run_dir, stderr=subprocess.PIPE, text=True)
+
+
+def url_of(listener: subprocess.Popen[str]) -> str:
+    """Wait until a listener says where it listens."""
+    assert listener.stderr is not None
+    found = re.search(r"http://\S+", listener.stderr.readline())
+    assert found
+    return found[0]
 
 
 async def post_all(url: str, key: str, bodies: Iterator[tuple[str, bytes]]) -> set[int]:
@@ -167,6 +178,33 @@ def test_the_process_bears_strangers(tmp_path: Path) -> None:
         assert (tmp_path / SOCKET_FILE).is_socket()
 
     run_with_process(tmp_path, test)
+
+
+def test_a_listener_that_was_killed_is_found_again_where_it_was_with_its_sessions(tmp_path: Path) -> None:
+    """The same request gets the answer that it had: the rollout actor samples its turn once."""
+    sessions = ScriptedSessions("s1")
+    key, body = sessions.pairs["s1"].model.reveal(), ("/v1/chat/completions", json.dumps(CHAT).encode())
+
+    async def ask(url: str) -> set[int]:
+        with anyio.fail_after(50):
+            return await post_all(url, key, iter([body]))
+
+    async def running() -> None:
+        with started(tmp_path) as listener:
+            url = await anyio.to_thread.run_sync(url_of, listener)
+            async with connected(tmp_path, sessions):
+                assert await ask(url) == {200}
+                listener.kill()
+                await anyio.to_thread.run_sync(listener.wait)
+                with started(tmp_path) as again:
+                    try:
+                        assert await anyio.to_thread.run_sync(url_of, again) == url
+                        assert await ask(url) == {200}
+                    finally:
+                        again.kill()
+
+    anyio.run(running)
+    assert [session for session, _ in sessions.turns] == ["s1"]
 
 
 @pytest.mark.nightly
