@@ -1,6 +1,7 @@
 """Quantized checkpoints as published: numbers, shards of ranks, what is refused, and what an export has."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.actors.trainer.models.test_model_parity import built_of
 from tests.actors.trainer.models.test_sharding import parameters_of, part_of
 from tests.actors.trainer.tiny import VOCAB
 from tests.actors.trainer.weights.test_cast import part_of_experts
+from tests.sglang.server import sglang_python
 from tests.support.quantized import FP8, INT4, MXFP4, fp8, int4, mxfp4
 
 Draw = Callable[..., tuple[dict[str, Tensor], Tensor]]
@@ -223,3 +225,29 @@ def test_files_that_do_not_fit_are_refused_with_the_tensor(
     save_file(tensors, tmp_path / SINGLE_FILE)
     with pytest.raises(ValueError, match=message):
         check_weights(tmp_path, read_hf_config(tmp_path))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_compressed_tensors_gives_the_same_integers_of_4_bits(tmp_path: Path) -> None:
+    """compressed-tensors is in the environment of SGLang alone, and is asked for the numbers there."""
+    directory, found = tmp_path / "model", tmp_path / "found.safetensors"
+    directory.mkdir()
+    numbers = written(directory, "int4")
+    script = (
+        "import sys, torch\n"
+        "from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32\n"
+        "from compressed_tensors.quantization.lifecycle.forward import dequantize\n"
+        "from safetensors.torch import load_file, save_file\n"
+        "stored, read = load_file(sys.argv[1]), {}\n"
+        "for name in [name for name in stored if name.endswith('_packed')]:\n"
+        "    one = name.removesuffix('_packed')\n"
+        "    codes = unpack_from_int32(stored[name], 4, torch.Size(stored[one + '_shape'].tolist()))\n"
+        "    read[one] = dequantize(codes, stored[one + '_scale'])\n"
+        "save_file(read, sys.argv[2])\n"
+    )
+    subprocess.run([sglang_python(), "-c", script, str(directory / SINGLE_FILE), str(found)], check=True)
+    read, source = load_file(found), file_source(directory, torch.bfloat16)
+    assert read.keys() == numbers.keys()
+    for name, tensor in read.items():
+        assert torch.equal(bits(tensor), bits(source(name))), name
