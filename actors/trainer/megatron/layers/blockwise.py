@@ -19,7 +19,10 @@ from actors.trainer.data.context import Context, Ints
 from actors.trainer.data.prompts import PROMPT
 
 SHORT_ROW: Final = 128  # positions up to which a row is one pair with a mask: a call for each sample takes longer
-QUERIES: Final = (64, 512)  # least and most queries of a pair under a window; between them as many as the window
+QUERIES: Final = (
+    128,
+    512,
+)  # least and most queries of a pair under a window; between them half as many as it (measured)
 HIDDEN: Final = -1e30  # score of a key that a query does not see; -inf would give NaN where a query sees no key
 
 _KERNEL: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -97,7 +100,7 @@ class Row(NamedTuple):
             number, first = int(of_queries[row]), int(self.kept[row])
             own, prompt = int(starts[number]), int(prompts[number])
             seen = [(int(starts[prompt]), int(starts[prompt + 1]))] if prompt >= 0 else []
-            size = end - row if window is None else min(max(window, QUERIES[0]), QUERIES[1])
+            size = end - row if window is None else min(max(window // 2, QUERIES[0]), QUERIES[1])
             for at in range(0, end - row, size):
                 queries = slice(row + at, min(row + at + size, end))
                 yield from self._of_queries(queries, first + at, [*seen, (own, first + at)], window)
