@@ -12,105 +12,12 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from runtime.models.rope import Rope
+from runtime.models.tensors import Weight, fused, linear, norm, renamed, within
 
-Shape = tuple[int, ...]
 EXPERT_STACKS: Final = {
     "linear_fc1": "w13_weight",
     "linear_fc2": "w2_weight",
 }  # engines' names of all experts' matrices
-
-
-class Weight(msgspec.Struct, frozen=True):
-    """A tensor of the trainer, and the tensors of the files that it is fused of, by name.
-
-    The rows of the parts lie in `groups` groups. Each group has the rows of that group of every part, one below the
-    other. With one group the parts are concatenated.
-    """
-
-    name: str
-    parts: Mapping[str, Shape]
-    groups: int = 1
-    joined: str = ""  # name of the parts together in engines; empty: that of the only part
-    is_stored_joined: bool = False  # the files have one tensor of that name: all rows of each part, part after part
-    place: tuple[int, int] | None = None  # the files stack such tensors: its number, and how many there are
-    is_transposed: bool = False  # in such a stack; a part has its shape there
-    is_alternating: bool = False  # in such a stack the rows of both halves alternate
-    start: Literal["", "one", "decay"] = ""  # new values: 1, or logarithms of decays; empty: as the name says
-
-    @property
-    def shapes(self) -> Iterator[Shape]:
-        """Yield the shape of each part."""
-        yield from self.parts.values()
-
-    @property
-    def engine_name(self) -> str:
-        """Name in SGLang and the tiny engine."""
-        return self.joined or next(iter(self.parts))
-
-    @property
-    def in_files(self) -> Mapping[str, Shape]:
-        """The tensors of the files, by name."""
-        parts, shapes = self.parts, [*self.parts.values()]
-        if self.is_stored_joined:
-            parts = {self.joined: (sum(rows for rows, *_ in shapes), *shapes[0][1:])}
-        stack = () if self.place is None else (self.place[1],)
-        return {name: (*stack, *shape) for name, shape in parts.items()}
-
-    def rows_of(self, part: str) -> tuple[int, int]:
-        """Return where a part begins in the tensor of the files that holds all of them, and its number of rows."""
-        rows = {name: shape[0] for name, shape in self.parts.items()}
-        before = [*rows][: [*rows].index(part)]
-        return sum(rows[name] for name in before), rows[part]
-
-    def within(self, name: str, of_files: str) -> "Weight":
-        """Prefix the names with those of the module that has the tensor."""
-        parts = {f"{of_files}.{part}": shape for part, shape in self.parts.items()}
-        joined = f"{of_files}.{self.joined}" if self.joined else ""
-        return msgspec.structs.replace(self, name=f"{name}.{self.name}", parts=parts, joined=joined)
-
-    def renamed(self, names: Mapping[str, str]) -> "Weight":
-        """Replace pieces of the names in the files, each a whole number of words between dots."""
-
-        parts = {renamed(part, names): shape for part, shape in self.parts.items()}
-        return msgspec.structs.replace(self, parts=parts, joined=renamed(self.joined, names))
-
-
-def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Replace pieces of a name, each a whole number of words between dots."""
-    for usual, own in names.items():
-        name = f".{name}.".replace(f".{usual}.", f".{own}.").strip(".")
-    return name
-
-
-def within(weights: Iterable[Weight], name: str, of_files: str | None = None) -> Iterator[Weight]:
-    """Prefix the names of a module's tensors: in the trainer, and in the files if they have another one there."""
-    return (weight.within(name, name if of_files is None else of_files) for weight in weights)
-
-
-def norm(name: str, size: int, of_files: str | None = None) -> Weight:
-    """Return the weight of an RMSNorm."""
-    return Weight(f"{name}.weight", {f"{of_files or name}.weight": (size,)})
-
-
-def linear(name: str, part: str, rows: int, columns: int, *, bias: bool = False) -> Iterator[Weight]:
-    """Yield the matrix of a projection, and its bias if it has one."""
-    return fused(name, {part: rows}, columns, bias=bias)
-
-
-def fused(
-    name: str,
-    rows: Mapping[str, int],
-    columns: int,
-    *,
-    joined: str = "",
-    bias: bool = False,
-    groups: int = 1,
-    is_stored_joined: bool = False,
-) -> Iterator[Weight]:
-    """Yield the matrix of fused projections, and their bias if they have one."""
-    for kind, further in (("weight", (columns,)), ("bias", ()))[: 1 + bias]:
-        parts = {f"{part}.{kind}": (size, *further) for part, size in rows.items()}
-        yield Weight(f"{name}.{kind}", parts, groups, f"{joined}.{kind}" if joined else "", is_stored_joined)
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -157,6 +64,24 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         yield from linear("linear_proj", "o_proj", hidden, query, bias=self.output_bias)
 
 
+class Indexer(msgspec.Struct, frozen=True, kw_only=True):
+    """Chooses the keys that a query of sparse attention (DSA) sees: those of the largest scores. Never trained."""
+
+    topk: int  # keys that a query sees, if so many are up to its own
+    heads: int
+    head_dim: int  # the first coordinates are rotated, as many as of a head of the attention
+    is_interleaved: bool  # RoPE rotates neighbouring coordinates
+    is_shared: bool = False  # the keys are those that the last layer with an indexer chose: there is none here
+
+    def weights(self, hidden: int, query_rank: int) -> Iterator[Weight]:
+        """Yield the tensors."""
+        yield from linear("wq_b", "wq_b", self.heads * self.head_dim, query_rank)
+        yield from linear("wk", "wk", self.head_dim, hidden)
+        yield norm("k_norm", self.head_dim)
+        yield Weight("k_norm.bias", {"k_norm.bias": (self.head_dim,)})
+        yield from linear("weights_proj", "weights_proj", self.heads, hidden)
+
+
 class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Multi-latent attention: low-rank queries, low-rank keys and values, and a rotated part of each head."""
 
@@ -167,6 +92,7 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rotated_dim: int  # part with RoPE; the keys' part is shared by all heads
     value_dim: int
     rope: Rope
+    indexer: Indexer | None = None  # None: a query sees all keys up to its own
     of_files: ClassVar[str] = "self_attn"
 
     @property
@@ -181,7 +107,11 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def products(self, length: int) -> float:
         """Return the multiplications of scores and of values for a sequence."""
-        return self.heads * (self.head_dim + self.value_dim) * length * length / 2
+        seen = length if self.indexer is None else min(self.indexer.topk, length)
+        found = self.heads * (self.head_dim + self.value_dim) * seen * (length - seen / 2)
+        if self.indexer is None or self.indexer.is_shared:
+            return found
+        return found + self.indexer.heads * self.indexer.head_dim * length * length / 2
 
     def divided(self) -> Iterator[tuple[str, int]]:
         """Yield the sizes that tensor-parallel ranks share out, by key of config.json."""
@@ -202,6 +132,9 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         yield norm("kv_layernorm", rank, "kv_a_layernorm")
         up = self.heads * (self.plain_dim + self.value_dim)
         yield from linear("linear_kv_up_proj", "kv_b_proj", up, rank)
+        if self.indexer is not None and not self.indexer.is_shared:
+            for weight in within(self.indexer.weights(hidden, self.query_rank or hidden), "indexer"):
+                yield msgspec.structs.replace(weight, is_frozen=True)
         yield from linear("linear_proj", "o_proj", hidden, self.heads * self.value_dim)
 
 
@@ -460,6 +393,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def mla(self) -> Mla | None:
         """MLA; None: queries, keys and values are projected directly."""
         return self.attention if isinstance(self.attention, Mla) else None
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether layers see the keys that an indexer chooses."""
+        return self.mla is not None and self.mla.indexer is not None
+
+    def source_of(self, index: int) -> int | None:
+        """Return the number of the layer whose indexer chooses the keys that a layer sees. None: it sees all."""
+        for number in range(index, -1, -1):
+            attention = self.layers[number].attention
+            if not isinstance(attention, Mla) or attention.indexer is None:
+                return None
+            if not attention.indexer.is_shared:
+                return number
+        return None
 
     @property
     def experts(self) -> Experts | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from runtime.models.blocks import Attention, DeltaNet, Experts, Layer, Mla, Mlp, ModelShape
+from runtime.models.blocks import Attention, DeltaNet, Experts, Indexer, Layer, Mla, Mlp, ModelShape
 from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
 from runtime.models.family import Composite, Family, family_of
@@ -203,7 +203,8 @@ def read_tiny_engine_model(directory: Path, ignored: Collection[str] = ()) -> Mo
 
 def not_in_tiny_engine(blocks: Iterable[msgspec.Struct]) -> list[str]:
     """Return the kinds of attention that the tiny engine does not compute, by the names of their blocks."""
-    return [kind.__name__ for kind in dict.fromkeys(map(type, blocks)) if kind not in IN_TINY_ENGINE]
+    kinds = (Indexer if isinstance(block, Mla) and block.indexer is not None else type(block) for block in blocks)
+    return [kind.__name__ for kind in dict.fromkeys(kinds) if kind not in IN_TINY_ENGINE]
 
 
 def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:

@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from runtime.models.blocks import Shape
 from runtime.models.directory import CONFIG, has_file, read_json
 from runtime.models.fp8 import BLOCK, grid_of
+from runtime.models.tensors import Shape
 
 QUANTIZATION: Final = "quantization_config"
 GROUP: Final = 32  # numbers with one scale, in 4 bits

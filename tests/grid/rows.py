@@ -13,13 +13,9 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 DISTRIBUTED = {"use_distributed_optimizer": True}
 ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02}
 NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
-OF_BIASES = (
-    "glm4_moe",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "dots1",
-    "minimax_m2",
-)  # kinds whose routers have biases of experts
+OF_BIASES = (  # kinds whose routers have biases of experts
+    *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "minimax_m2", "deepseek_v32", "glm_moe_dsa"),
+)
 OF_ADAPTERS = ("the gradient of a narrow result is a rank's own", "a narrow result is a rank's own")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -285,6 +281,10 @@ FAMILIES = (
     Row("EP2xTP2+SP", packed=True, kind="dots1", replay=True),
     Row("EP2xTP2+SP", packed=True, kind="minimax_m2", replay=True),
     Row("PP2", kind="minimax_m2", replay=True),
+    Row("EP2xTP2+SP", packed=True, kind="deepseek_v32", replay=True),
+    Row("PP2", kind="deepseek_v32", replay=True),
+    Row("TP2+SP", recompute=True, kind="glm_moe_dsa", replay=True, prompts=True),
+    Row("TP2+SP", recompute=True, kind="glm_moe_dsa", replay=True),
     Row("PP2", recompute=True, kind="qwen3_5_text", prompts=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_next", replay=True),
 )

@@ -289,7 +289,6 @@ LAYOUTS: Final[dict[str, Layout]] = {
             **{"rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False},
             "transformers_version": "5.0.0rc0",
         },
-        unread=("topk_method",),
     ),
     "Mistral-7B-Instruct-v0.3": Layout(
         {

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Final
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import hf_shapes
-from runtime.models.blocks import DeltaNet, Shape
+from actors.trainer.models.shapes import frozen_names, hf_shapes
+from runtime.models.blocks import DeltaNet
+from runtime.models.tensors import Shape
 from runtime.settings.tables.trainer import LoraConfig
 
 ALL_LINEAR: Final = "all-linear"
@@ -37,6 +38,7 @@ def linear_layers(model: HfConfig) -> Mapping[str, Shape]:
         and _LINEAR not in name
         and len(shape) == 2
         and (model.experts is None or _MLP not in name)
+        and name not in frozen_names(model)
     }
 
 

@@ -27,6 +27,7 @@ from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
+from actors.trainer.megatron.layers.sparse import SparseAttention
 from actors.trainer.models.config import HfConfig
 from runtime.models.blocks import Attention, DeltaNet, Norms
 from runtime.models.rope import Rope
@@ -102,6 +103,7 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     )
     if model.has_value_head and built.post_process:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
+    built.shares_choices = model.has_indexers
     if model.mla is None:
         _set_frequencies(built.rotary_pos_emb, ropes)
     if built.pre_process:
@@ -137,7 +139,7 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     )
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]  # Megatron's equal layers are one object
-    for spec, of_model in zip(block.layer_specs, model.layers[first:], strict=False):
+    for index, (spec, of_model) in enumerate(zip(block.layer_specs, model.layers[first:], strict=False), first):
         layer = spec.submodules
         attention = layer.self_attention.submodules
         _set_norms(layer, of_model.norms, config)
@@ -145,7 +147,10 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             layer.self_attention = ModuleSpec(GatedDeltaNet, params={"block": of_model.attention})
         elif isinstance(of_model.attention, Attention) and of_model.attention.has_gate:
             layer.self_attention.module = GatedAttention
-        values = _core_values(of_model.attention) if isinstance(of_model.attention, Attention) else {}
+        values: dict[str, Any] = _core_values(of_model.attention) if isinstance(of_model.attention, Attention) else {}
+        if (source := model.source_of(index)) is not None:
+            layer.self_attention.params |= {"block": of_model.attention, "source": source}
+            values = {"source": source}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
         if isinstance(of_model.attention, Attention) and (of_model.attention.rope,) != model.ropes:
             layer.self_attention.module = HeadAttention
@@ -154,7 +159,7 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             layer.mlp.submodules.router = Router
             layer.mlp.submodules.experts.module = GroupedExperts
         if config.multi_latent_attention:
-            layer.self_attention.module = MlaAttention
+            layer.self_attention.module = MlaAttention if source is None else SparseAttention
             attention.q_layernorm = attention.kv_layernorm = MlaNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm

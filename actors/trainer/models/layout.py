@@ -1,5 +1,7 @@
 """Checks that a parallel layout can hold a model, before a start."""
 
+from itertools import accumulate
+
 from actors.trainer.models.config import HfConfig
 from runtime.models.blocks import DeltaNet, Experts
 from runtime.settings.tables.trainer import MegatronConfig
@@ -25,6 +27,11 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
             f"context_parallel_size = {layout.context_parallel_size}: not supported for linear attention, whose state "
             f"passes from position to position"
         )
+    if layout.context_parallel_size > 1 and model.has_indexers:
+        raise ValueError(
+            f"context_parallel_size = {layout.context_parallel_size}: not supported for sparse attention, whose "
+            f"indexer compares each position with all before it"
+        )
     if model.num_mtp_layers and model.tie_word_embeddings and layout.pipeline_model_parallel_size > 1:
         raise ValueError(
             "mtp_num_layers = 1: with pipeline stages the model's output weight must not be its embedding "
@@ -32,6 +39,7 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
         )
     _check_experts(model.experts, layout)
     _check_stages(model.num_layers, layout)
+    _check_choices(model, layout)
 
 
 def _check_divides(name: str, size: int, ranks: int) -> None:
@@ -85,3 +93,24 @@ def _check_stages(num_layers: int, layout: MegatronConfig) -> None:
             f"num_hidden_layers = {num_layers} of the model: {count_of(left, 'layer')} cannot be split "
             f"equally over {stages}" + (f", after {', '.join(named)}" if named else "")
         )
+
+
+def _check_choices(model: HfConfig, layout: MegatronConfig) -> None:
+    """Check that each stage begins with a layer that does not need what one of another stage chose."""
+    for start in _stage_starts(model.num_layers, layout) if model.has_indexers else ():
+        if (source := model.source_of(start)) != start:
+            raise ValueError(
+                f"pipeline_model_parallel_size = {layout.pipeline_model_parallel_size}: not implemented yet for a "
+                f"stage that begins with layer {start}, which sees the keys that layer {source} of another stage "
+                f"chooses: set num_layers_in_first_pipeline_stage"
+            )
+
+
+def _stage_starts(num_layers: int, layout: MegatronConfig) -> list[int]:
+    """Return the first layer of each stage, virtual ones included, counted from 0."""
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    first, last = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
+    others = pipeline - (first is not None) - (last is not None)
+    sizes = [(num_layers - (first or 0) - (last or 0)) // max(others, 1)] * others
+    sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
+    return [0, *accumulate(size // virtual for size in sizes * virtual)][:-1]

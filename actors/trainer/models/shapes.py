@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Shape, Weight, mtp_weights, norm, within
+from runtime.models.blocks import mtp_weights
 from runtime.models.quantization import FLOATS, Quantization, StoredForm, quantization_of
 from runtime.models.safetensors import StoredTensor, read_tensors
+from runtime.models.tensors import Shape, Weight, norm, within
 
 VALUE_HEAD: Final = "score.weight"
 VALUE_BIAS: Final = "score.bias"
@@ -43,6 +44,12 @@ def hf_shapes(model: HfConfig) -> dict[str, Shape]:
     """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out."""
     shapes = {part: shape for weight in weights_of(model).values() for part, shape in weight.in_files.items()}
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}
+
+
+@lru_cache(maxsize=8)
+def frozen_names(model: HfConfig) -> frozenset[str]:
+    """Return the names of the files' tensors that are never trained, by any setting. Biases of experts have a rule."""
+    return frozenset(part for weight in weights_of(model).values() if weight.is_frozen for part in weight.in_files)
 
 
 def num_weights(model: HfConfig) -> int:

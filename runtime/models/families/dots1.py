@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from runtime.models.expert_readers import SigmoidExpertKeys
 from runtime.models.family import Family
-from runtime.models.readers import SigmoidExpertKeys, WindowKeys
+from runtime.models.readers import WindowKeys
 
 
 class AttentionKeys(WindowKeys, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ from typing import ClassVar
 import msgspec
 
 from runtime.models.blocks import Attention
+from runtime.models.expert_readers import SigmoidExpertKeys
 from runtime.models.family import Family
-from runtime.models.readers import HeadKeys, SigmoidExpertKeys
+from runtime.models.readers import HeadKeys
 from runtime.models.rope import Rope
 
 

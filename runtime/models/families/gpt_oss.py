@@ -6,8 +6,9 @@ from typing import ClassVar
 import msgspec
 
 from runtime.models import blocks
+from runtime.models.expert_readers import ExpertKeys
 from runtime.models.family import Family
-from runtime.models.readers import ExpertKeys, WindowKeys
+from runtime.models.readers import WindowKeys
 
 
 class AttentionKeys(WindowKeys, frozen=True, kw_only=True):

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from runtime.models import blocks
+from runtime.models.expert_readers import ExpertKeys
 from runtime.models.family import Family
-from runtime.models.readers import ExpertKeys, HeadKeys
+from runtime.models.readers import HeadKeys
 from runtime.models.rope import Rope, read_rope
 
 ONLY: Final[Mapping[str, Any]] = {  # values of published keys that transformers' class does not read

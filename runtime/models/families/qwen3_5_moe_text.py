@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
+from runtime.models.expert_readers import SharedExpertKeys
 from runtime.models.family import Composite, Family
 from runtime.models.hybrid_readers import HybridKeys
-from runtime.models.readers import DecoderKeys, SharedExpertKeys
+from runtime.models.readers import DecoderKeys
 
 
 class ModelKeys(DecoderKeys, frozen=True, kw_only=True):

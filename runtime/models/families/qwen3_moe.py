@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from runtime.models.expert_readers import SoftmaxExpertKeys
 from runtime.models.family import Family
-from runtime.models.readers import SoftmaxExpertKeys, SwitchedWindowKeys
+from runtime.models.readers import SwitchedWindowKeys
 
 
 class AttentionKeys(SwitchedWindowKeys, frozen=True, kw_only=True):

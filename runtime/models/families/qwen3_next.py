@@ -2,9 +2,10 @@
 
 from typing import ClassVar
 
+from runtime.models.expert_readers import SharedExpertKeys
 from runtime.models.family import Family
 from runtime.models.hybrid_readers import HybridKeys
-from runtime.models.readers import DecoderKeys, SharedExpertKeys
+from runtime.models.readers import DecoderKeys
 
 
 class ModelKeys(DecoderKeys, frozen=True, kw_only=True):

@@ -65,6 +65,11 @@ OF_KIND: dict[str, dict[str, Any]] = {  # keys of each family, with values that 
     },
     "deepseek_v3": {**LATENTS, **SIGMOIDS, "n_group": 2, "topk_group": 1},
 }
+INDEXERS: dict[str, Any] = {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 24}
+OF_KIND["glm_moe_dsa"] = {
+    **{**LATENTS, **SIGMOIDS, **INDEXERS, **ROPE, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.8},
+    **{"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "shared"]},
+}
 OF_KIND["gemma3_text"] = {
     **{"head_dim": 6, "query_pre_attn_scalar": 5, "sliding_window": 5, "rms_norm_eps": 1e-3, "initializer_range": 0.3},
     "layer_types": ["full_attention", "sliding_attention"],
@@ -151,6 +156,7 @@ YARN: dict[str, Any] = {
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
+OF_KIND["deepseek_v32"] = {**LATENTS, **SIGMOIDS, **INDEXERS, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from runtime.models import family as finding
-from runtime.models.blocks import Weight
 from runtime.models.config import ModelError, read_model
 from runtime.models.family import Family, families
+from runtime.models.tensors import Weight
 from tests.test_layers import ROOT, code_lines, sources_of
 
 DECLARATIONS = "runtime.models.families"

@@ -1,6 +1,7 @@
 """Core attention on torch's kernels, with the interface of Megatron's layers, and MLA (multi-latent attention)."""
 
 import inspect
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from actors.trainer.megatron.imports import (
     set_tensor_model_parallel_attributes,
 )
 from actors.trainer.megatron.layers.blockwise import Plan, Row, blockwise
-from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, Units, own_context
+from actors.trainer.megatron.layers.rows import PackedRow, PaddedRows, QueryBlock, Units, own_context
 from runtime.models.rope import QueryGrowth
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
@@ -77,8 +78,10 @@ class CoreAttention(nn.Module):
         has_sinks: bool = False,
         scale: float | None = None,
         growth: QueryGrowth | None = None,
+        source: int | None = None,
     ) -> None:
         super().__init__()
+        self._source = source  # number of the layer whose indexer chose the keys that are seen; None: all are
         self._growth = growth
         self._scale = softmax_scale if scale is None else scale
         self.sinks: nn.Parameter | None = None
@@ -100,6 +103,10 @@ class CoreAttention(nn.Module):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
+        if self._source is not None:
+            if (chosen := packed_seq_params.choices[self._source]) is not None:
+                return self._sparse(query, key, value, chosen)
+            packed_seq_params = None if isinstance(packed_seq_params, PaddedRows) else packed_seq_params
         if packed_seq_params is None:
             if self._growth is not None:
                 query = query * _growth_of_padded(len(query), own_context(), self._growth, query.device).to(query.dtype)
@@ -145,6 +152,25 @@ class CoreAttention(nn.Module):
                 query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped
             )
         return attended.permute(2, 0, 1, 3)
+
+    def _sparse(self, query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan]) -> Tensor:
+        """Attend to chosen keys. A plan has one range of keys for each query."""
+        is_packed = query.dim() == 3
+        query, key, value = (each[:, None] if is_packed else each for each in (query, key, value))  # [s, b, heads, d]
+        if query.is_cuda:
+            mask = torch.zeros(len(plans), 1, len(query), len(query), dtype=torch.bool, device=query.device)
+            for index, plan in enumerate(plans):
+                for pair in plan:
+                    assert pair.mask is not None
+                    mask[index, 0, pair.queries, pair.keys] = pair.mask
+            attended = self._masked(query, key, value, mask)
+        else:
+            queries, keys, values = (each.permute(1, 2, 0, 3).split(1) for each in (query, key, value))
+            parts = [  # [1, heads, s, d]
+                blockwise(*own, self._scale) for own in zip(queries, keys, values, plans, strict=True)
+            ]
+            attended = torch.cat(parts).permute(2, 0, 1, 3)
+        return attended[:, 0].flatten(1) if is_packed else attended.flatten(2)
 
     def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Attend with each of the two chunks to all positions before its end."""

@@ -36,7 +36,7 @@ class Pair(NamedTuple):
     keys: slice
     is_first: bool  # of all pairs with these queries
     is_causal: bool = False
-    mask: Tensor | None = None  # [queries, keys], 0 or HIDDEN
+    mask: Tensor | None = None  # [queries, keys], 0 or HIDDEN, or whether a query sees a key
 
 
 Plan = tuple[Pair, ...]
@@ -61,15 +61,21 @@ class Row(NamedTuple):
 
     def mask(self, window: int | None) -> Tensor:
         """Return which keys [queries, keys] each query sees: those of its sample up to its own, and of its prompt."""
-        sequences, owners, places, queries = (
-            torch.from_numpy(column) for column in (self.sequences, self.owners, self.places, self.kept)
-        )
-        mask = sequences[queries][:, None] == sequences
-        mask &= queries[:, None] >= torch.arange(len(sequences))
-        mask &= (owners[queries][:, None] == owners) | (owners == PROMPT)
+        mask = self._seen(self.kept, np.arange(len(self.sequences)))
         if window is not None:
-            mask &= places[queries][:, None] - places < window
+            places = torch.from_numpy(self.places)
+            mask &= places[self.kept][:, None] - places < window
         return mask
+
+    def seen(self, queries: slice, keys: slice) -> Tensor:
+        """Return which keys of a range each query of another sees, [queries, keys]."""
+        return self._seen(*(np.arange(each.start, each.stop) for each in (queries, keys)))
+
+    def _seen(self, queries: Ints, keys: Ints) -> Tensor:
+        mask = self.sequences[queries][:, None] == self.sequences[keys]
+        mask &= queries[:, None] >= keys
+        mask &= (self.owners[queries][:, None] == self.owners[keys]) | (self.owners[keys] == PROMPT)
+        return torch.from_numpy(mask)
 
     def plan(self, window: int | None) -> Plan:
         """Return the pairs of ranges of attention over these positions.
@@ -209,7 +215,9 @@ def _of_rows(sinks: Tensor, sums: Tensor) -> Tensor:
 
 
 def _of_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None else mask.to(dtype)
+    if mask is None or mask.dtype is not torch.bool:
+        return None if mask is None else mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, HIDDEN)
 
 
 def blockwise(

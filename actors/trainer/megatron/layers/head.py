@@ -18,6 +18,7 @@ from actors.trainer.megatron.imports import (
     parallel_state,
     recomputed,
 )
+from actors.trainer.megatron.layers.rows import PaddedRows
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,20 @@ class Model(GPTModel):
     only the MTP layer: not the decoder's hidden states, the embedding or the output weight, as in slime.
     """
 
+    shares_choices = False  # layers have sparse attention
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.post_process:
             self.output_layer.__class__ = Head  # GPTModel has no option for it, and Head adds no state
         if self.pre_process:
             self.embedding.word_embeddings.__class__ = Embedding
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+        """Call Megatron's, with a place for what layers of sparse attention share of a padded micro-batch."""
+        if packed_seq_params is None and self.shares_choices:
+            packed_seq_params = PaddedRows()
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None

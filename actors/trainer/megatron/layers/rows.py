@@ -94,11 +94,13 @@ class PackedRow(PackedSeqParams):
             ]
         self._lengths, self._context, self._device = lengths, context, device
         self._shared = shared
+        self.choices: dict[int, list[Plan] | None] = {}  # by number of a layer with an indexer, what it chose
         self._plans: dict[int | None, Plan] = {}
         self._masks: dict[int | None, Tensor] = {}
 
     @cached_property
-    def _row(self) -> Row:
+    def row(self) -> Row:
+        """The row's positions."""
         return Row.of(self._lengths, self._context, self._shared)
 
     @cached_property
@@ -106,12 +108,12 @@ class PackedRow(PackedSeqParams):
         """The row's units as rows of their own. None: no prompt is shared, a unit is long, or others have parts."""
         if self._shared is None or self._context.size > 1 or int(self._lengths.max()) > SHORT_UNIT:
             return None
-        return _units(self._lengths, self._row.owners, self._device)
+        return _units(self._lengths, self.row.owners, self._device)
 
     @cached_property
     def chunks(self) -> Chunks:
         """The row's positions as linear attention computes them."""
-        return Chunks.of(self._row, self._device)
+        return Chunks.of(self.row, self._device)
 
     def plan(self, window: int | None) -> Plan:
         """Return the ranges of queries and keys of attention on the CPU, cached by window.
@@ -120,14 +122,22 @@ class PackedRow(PackedSeqParams):
             window: Number of keys that a query sees, its own among them. None: all up to its own.
         """
         if window not in self._plans:
-            self._plans[window] = self._row.plan(window)
+            self._plans[window] = self.row.plan(window)
         return self._plans[window]
 
     def mask(self, window: int | None) -> Tensor:
         """Return the attention mask [queries, keys], cached by window; see `Row.mask`."""
         if window not in self._masks:
-            self._masks[window] = self._row.mask(window).to(self._device)
+            self._masks[window] = self.row.mask(window).to(self._device)
         return self._masks[window]
+
+
+class PaddedRows(PackedSeqParams):
+    """What layers of sparse attention share of a padded micro-batch, in the place of a packed row."""
+
+    def __init__(self) -> None:
+        super().__init__(qkv_format="sbhd")
+        self.choices: dict[int, list[Plan] | None] = {}  # as of a packed row
 
 
 class Units(NamedTuple):
