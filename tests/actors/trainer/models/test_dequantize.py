@@ -25,7 +25,7 @@ from tests.actors.trainer.models.test_model_parity import built_of
 from tests.actors.trainer.models.test_sharding import parameters_of, part_of
 from tests.actors.trainer.tiny import VOCAB
 from tests.actors.trainer.weights.test_cast import part_of_experts
-from tests.sglang.server import sglang_python
+from tests.sglang.server import sglang_environment, sglang_python
 from tests.support.quantized import FP8, INT4, MXFP4, fp8, int4, mxfp4
 
 Draw = Callable[..., tuple[dict[str, Tensor], Tensor]]
@@ -246,7 +246,8 @@ def test_compressed_tensors_gives_the_same_integers_of_4_bits(tmp_path: Path) ->
         "    read[one] = dequantize(codes, stored[one + '_scale'])\n"
         "save_file(read, sys.argv[2])\n"
     )
-    subprocess.run([sglang_python(), "-c", script, str(directory / SINGLE_FILE), str(found)], check=True)
+    command = [sglang_python(), "-c", script, str(directory / SINGLE_FILE), str(found)]
+    subprocess.run(command, env=sglang_environment(), check=True)
     read, source = load_file(found), file_source(directory, torch.bfloat16)
     assert read.keys() == numbers.keys()
     for name, tensor in read.items():
