@@ -158,6 +158,7 @@ def train(
 
     (place / "config.json").write_text(json.dumps(REAL))
     named = {"model.hf_checkpoint": place, "model.random_init": "true", "model.dtype": dtype}
+    named["algorithm.num_steps_per_rollout"] = 1  # as smollm2.toml has it; the laptop's recipe takes two
     words = [*(f"{key}={value}" for key, value in named.items()), *settings]
     engine = TrainerRank(load_topology(TOPOLOGY, words).topology, place)
     rows: list[dict[str, float]] = []
