@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.tiny_engine.model.layers import Waves, growth_table, rope_table, rotary
+from actors.tiny_engine.model.layers import Chooser, Waves, chooser_rotary, growth_table, rope_table, rotary
 from runtime.models.blocks import Attention, DeltaNet, Mla, ModelShape
 
 BLOCK: Final = 512  # queries of a prefill with one mask: it takes memory in proportion to them and their keys
@@ -39,15 +39,22 @@ class Keys(NamedTuple):
 def form_of(block: Attention | Mla | DeltaNet) -> Keys | DeltaNet:
     """Return the form of what a layer keeps. The block itself stands for that of a linear layer."""
     if isinstance(block, Mla):
-        return Keys(1, block.key_value_rank + block.rotated_dim, None)
+        own = 0 if block.indexer is None or block.indexer.is_shared else block.indexer.head_dim
+        return Keys(1, block.key_value_rank + block.rotated_dim + own, None)
     return block if isinstance(block, DeltaNet) else Keys(2 * block.kv_heads, block.head_dim, block.window)
 
 
 def keys_and_values(block: Attention | Mla, stored: Tensor) -> Sequence[Tensor]:
     """Split what a layer keeps, [n, heads, positions, width], into the keys and the values of each KV head."""
     if isinstance(block, Mla):
-        return stored, stored[..., : block.key_value_rank]
+        return stored[..., : block.key_value_rank + block.rotated_dim], stored[..., : block.key_value_rank]
     return stored.chunk(2, 1)
+
+
+def chooser_keys(block: Attention | Mla, stored: Tensor) -> Tensor:
+    """Return the keys of the scores that choose keys, [n, positions, size], of what a layer keeps."""
+    assert isinstance(block, Mla)
+    return stored[:, 0, :, block.key_value_rank + block.rotated_dim :]
 
 
 def scale_of(block: Attention | Mla) -> float | None:
@@ -116,6 +123,9 @@ class Caches:
         """Compute the tables of rotary embeddings, in the dtype to compute in, as transformers does."""
         capacity = self.capacity
         ropes = {rope for block in self.blocks if (rope := rotary(block)) is not None}
+        ropes |= {
+            chooser_rotary(block, block.indexer) for block in self.blocks if isinstance(block, Mla) and block.indexer
+        }
         self._ropes = {rope: rope_table(*rope, capacity).to(self.dtype) for rope in ropes}
         growths = {rope: growth_table(rope[0], capacity) for rope in ropes}
         self._growths = {rope: growth.to(self.dtype) for rope, growth in growths.items() if growth is not None}
@@ -195,6 +205,27 @@ def _attention(
     return scores.softmax(-1)[..., :-1] @ values
 
 
+def _chosen(topk: int, queries: Tensor, weights: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """Hide keys from queries that do not choose them.
+
+    Args:
+        topk: number of keys that each query chooses.
+        queries: of the scores, [n, Q, heads, size].
+        weights: of the heads' scores, [n, Q, heads].
+        keys: of the scores, [n, positions, size].
+        mask: of keys that are not seen at all; it broadcasts against [n, Q, positions].
+
+    Returns:
+        A mask [n, 1, Q, positions].
+    """
+    if topk >= keys.shape[1]:
+        return mask.expand(len(keys), -1, -1).unsqueeze(1)
+    products = (queries.float().flatten(1, 2) @ keys.float().transpose(1, 2)).relu()
+    scores = (weights.unsqueeze(-2) @ products.unflatten(1, queries.shape[1:3])).squeeze(-2) + mask
+    top = scores.topk(topk, dim=-1).indices
+    return (torch.full_like(scores, NEVER).scatter_(-1, top, 0.0) + mask).unsqueeze(1).to(mask.dtype)
+
+
 class Prefill:
     """A pass over whole prompts, which are padded behind their ends: the slots from `first` on get them."""
 
@@ -206,8 +237,11 @@ class Prefill:
         self.lengths = None if min(lengths) == self._longest else self._ends
         self.waves = caches.waves(slice(self._longest))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._choices: dict[int, Tensor] = {}  # masks of what the last layer with scores chose, by block of queries
 
-    def attend(self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None = None, chooser: Chooser | None = None
+    ) -> Tensor:
         """Compute attention of prompts. What is after a prompt's end is never used."""
         block, form = self._caches.blocks[index], self._caches.forms[index]
         assert isinstance(form, Keys)
@@ -220,7 +254,7 @@ class Prefill:
             keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
         queries, scale = queries.transpose(1, 2), scale_of(block)
         window = None if form.window is None or form.window >= self._longest else form.window
-        if window is None and sinks is None:
+        if window is None and sinks is None and chooser is None:
             mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
             return mixed.transpose(1, 2).flatten(2)
         sinks = None if sinks is None else sinks[:, None, None]
@@ -228,6 +262,12 @@ class Prefill:
         for begin in range(0, self._longest, BLOCK):
             seen = slice(0 if window is None else max(0, begin - window + 1), begin + BLOCK)
             mask = self._mask(begin, seen, window)
+            if chooser is not None:
+                if chooser.scored is not None:
+                    own = [each[:, begin : begin + BLOCK] for each in chooser.scored]
+                    scored = chooser_keys(block, new[:, :, seen])
+                    self._choices[begin] = _chosen(chooser.topk, *own, scored, mask)
+                mask = self._choices[begin]
             parts = (queries[:, :, begin : begin + BLOCK], keys[:, :, seen], values[:, :, seen])
             found.append(_attention(*parts, mask, scale, sinks))
         return torch.cat(found, 2).transpose(1, 2).flatten(2)
@@ -281,8 +321,11 @@ class Decode:
         self._longest = int(positions.max()) + 1
         self.waves = caches.waves(positions)
         self._places: dict[Keys, tuple[Tensor, Tensor]] = {}
+        self._choice = torch.empty(0)  # mask of what the last layer with scores chose
 
-    def attend(self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None = None, chooser: Chooser | None = None
+    ) -> Tensor:
         """Compute attention of each token to those of its request that its layer keeps."""
         block, form = self._caches.blocks[index], self._caches.forms[index]
         assert isinstance(form, Keys)
@@ -293,6 +336,11 @@ class Decode:
         self._caches.rows(index).index_copy_(0, rows, stored.reshape(-1, form.width))
         kept = self._caches.kept(index)[0][: self._num, :, : mask.shape[-1]]
         keys, values = keys_and_values(block, kept)
+        if chooser is not None:
+            if chooser.scored is not None:
+                scored = (each.unsqueeze(1) for each in chooser.scored)
+                self._choice = _chosen(chooser.topk, *scored, chooser_keys(block, kept), mask[:, 0])
+            mask = self._choice
         # Heads that share keys become query positions.
         grouped = queries.reshape(self._num, keys.shape[1], -1, queries.shape[-1])
         sinks = None if sinks is None else sinks.view(keys.shape[1], -1, 1)

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.models.blocks import Attention, DeltaNet, Experts, Mla, Mlp, ModelShape
+from runtime.models.blocks import Attention, DeltaNet, Experts, Indexer, Mla, Mlp, ModelShape
 from runtime.models.rope import Rope
 
 UP: Final = "self_attention.linear_kv_up_proj"
-LATENT_EPS: Final = 1e-6  # of the norms of latents; transformers does not take it from config.json
+INDEXER: Final = "self_attention.indexer"
+LATENT_EPS: Final = (
+    1e-6  # of the norms of latents and of a chooser's keys; transformers does not take it from config.json
+)
 
 # by rotary embedding and its size: cosines and signed sines of positions, and the factor of queries there
 Waves = Mapping[tuple[Rope, int], tuple[Tensor, Tensor, Tensor | None]]
@@ -58,6 +61,14 @@ class Layer:
     qk_scale: Tensor | None = None  # [H + K, D]: the norms of queries and keys, per head
 
 
+class Chooser(NamedTuple):
+    """Scores of keys, by which each query sees those with the largest ones."""
+
+    topk: int  # keys that a query sees
+    # queries [N, heads, size] and weights [N, heads] of the scores; None: the last layer with scores has chosen
+    scored: tuple[Tensor, Tensor] | None
+
+
 class Past(Protocol):
     """What the tokens of a pass see of earlier ones. It stores theirs for later passes (caches.py)."""
 
@@ -71,14 +82,18 @@ class Past(Protocol):
         """Number of tokens of each row, [rows]; the others are padding behind them. None: no row has padding."""
         ...
 
-    def attend(self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, stored: Tensor, sinks: Tensor | None = None, chooser: Chooser | None = None
+    ) -> Tensor:
         """Store a layer's new keys and values, and compute attention.
 
         Args:
             index: of the layer.
             queries: [N, H, D].
-            stored: keys and values [N, 2K, D], or with latents [N, 1, D], which begin with the values.
+            stored: keys and values [N, 2K, D], or with latents [N, 1, D], which begin with the values. The
+                keys of a chooser follow.
             sinks: [H], or None.
+            chooser: of the keys that are seen. None: all.
 
         Returns:
             [N, H * size of values].
@@ -129,6 +144,11 @@ def rotary(block: Attention | Mla | DeltaNet) -> tuple[Rope, int] | None:
     if isinstance(block, DeltaNet) or block.rope is None:
         return None
     return block.rope, block.head_dim
+
+
+def chooser_rotary(attention: Mla, block: Indexer) -> tuple[Rope, int]:
+    """Return the rotary embedding of the scores that choose keys, and the size that it rotates."""
+    return msgspec.structs.replace(attention.rope, is_interleaved=block.is_interleaved), attention.rotated_dim
 
 
 def swapped(x: Tensor, rope: Rope) -> Tensor:
@@ -231,10 +251,10 @@ def _of_latents(
     """
     heads, rotated = attention.heads, attention.rotated_dim
     if attention.query_rank is None:
-        queries = linear(x, layer, "self_attention.linear_q_proj", adapters)
+        narrow, queries = x, linear(x, layer, "self_attention.linear_q_proj", adapters)
     else:
-        down = linear(x, layer, "self_attention.linear_q_down_proj", adapters)
-        queries = linear(_latent(down, layer, "q"), layer, "self_attention.linear_q_up_proj", adapters)
+        narrow = _latent(linear(x, layer, "self_attention.linear_q_down_proj", adapters), layer, "q")
+        queries = linear(narrow, layer, "self_attention.linear_q_up_proj", adapters)
     down = linear(x, layer, "self_attention.linear_kv_down_proj", adapters).unsqueeze(-2)
     latent, shared = down.split((attention.key_value_rank, rotated), -1)
     plain, own = queries.unflatten(-1, (heads, -1)).split((attention.plain_dim, rotated), -1)
@@ -243,10 +263,30 @@ def _of_latents(
     cos, sin, _ = past.waves[rope]
     own, shared = (each * cos + swapped(each, rope[0]) * sin for each in (own, shared))
     of_keys, of_values = _expanding(layer, attention, adapters)
-    stored = torch.cat((_latent(latent, layer, "kv"), shared), -1)
-    mixed = past.attend(index, torch.cat((_passed(plain, of_keys), own), -1), stored, None)
+    chooser, further = _chooser(x, narrow, layer, attention, past.waves)
+    stored = torch.cat((_latent(latent, layer, "kv"), shared, *further), -1)
+    mixed = past.attend(index, torch.cat((_passed(plain, of_keys), own), -1), stored, chooser=chooser)
     turned = [(up.transpose(1, 2), rows) for up, rows in of_values]
     return _passed(mixed.unflatten(-1, (heads, -1)), turned).flatten(-2)
+
+
+def _chooser(
+    x: Tensor, narrow: Tensor, layer: Layer, attention: Mla, waves: Waves
+) -> tuple[Chooser | None, Sequence[Tensor]]:
+    """Return what chooses the keys of queries, given their latents, and the keys [N, 1, size] that it is given."""
+    block, held = attention.indexer, layer.held
+    if block is None or block.is_shared:
+        return None if block is None else Chooser(block.topk, None), ()
+    queries = F.linear(narrow, held[f"{INDEXER}.wq_b.weight"]).unflatten(-1, (block.heads, -1))
+    weight, bias = (held[f"{INDEXER}.k_norm.{kind}"] for kind in ("weight", "bias"))
+    keys = F.layer_norm(F.linear(x, held[f"{INDEXER}.wk.weight"]), weight.shape, weight, bias, LATENT_EPS)
+    rope = chooser_rotary(attention, block)
+    cos, sin, _ = waves[rope]
+    sizes = (attention.rotated_dim, block.head_dim - attention.rotated_dim)
+    split = (each.split(sizes, -1) for each in (queries, keys.unsqueeze(-2)))
+    turned = [torch.cat((first * cos + swapped(first, rope[0]) * sin, rest), -1) for first, rest in split]
+    weights = F.linear(x, held[f"{INDEXER}.weights_proj.weight"]).float() * (block.heads * block.head_dim) ** -0.5
+    return Chooser(block.topk, (turned[0], weights)), turned[1:]
 
 
 def _latent(x: Tensor, layer: Layer, kind: str) -> Tensor:
