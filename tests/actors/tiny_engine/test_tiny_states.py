@@ -1,4 +1,4 @@
-"""What a request keeps besides plain keys: states of linear layers, rings of windows, expanded latents.
+"""What a request keeps besides plain keys: states of linear layers, rings of windows, latents, keys of indexers.
 
 Each test has a model of each kind. Expected are transformers' log-probs, under one version or over a change of weights.
 """
@@ -21,7 +21,7 @@ from tests.actors.trainer.hf import write_model
 
 LONG = torch.randint(2, 32, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPT = LONG[:20]  # longer than a window
-KINDS = {"states": "qwen3_5_text", "fused rows": "qwen3_next", "windows and sinks": "gpt_oss", "latents": "deepseek_v3"}
+KINDS = {"states": "qwen3_5_text", "fused rows": "qwen3_next", "windows and sinks": "gpt_oss", "latents": "deepseek_v3", "chosen keys": "glm_moe_dsa"}
 SIZES = {"max_position_embeddings": 128}
 
 
