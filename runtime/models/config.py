@@ -38,7 +38,7 @@ TEXT: Final = "text_config"  # key of a composite model: the keys of its text mo
 OF_WHOLE: Final = ("architectures", "tie_word_embeddings")  # keys that a composite model has outside of it
 OF_LAYER, OF_EXPERT = 24, 3  # at most so many tensors of a layer, and of an expert
 
-IN_TINY_ENGINE: Final = (Attention, Mla, DeltaNet)  # attention that the tiny engine computes
+IN_TINY_ENGINE: Final = (Attention, Mla, Indexer, DeltaNet)  # attention that the tiny engine computes
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):

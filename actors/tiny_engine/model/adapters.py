@@ -74,7 +74,11 @@ def places(shape: ModelShape) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for index, layer in enumerate(shape.layers):
         for each in layer.weights(shape.hidden_size):
-            if stacked(each) is not None or (isinstance(layer.mlp, Experts) and not each.name.startswith("self_")):
+            if (
+                stacked(each) is not None
+                or each.is_frozen
+                or (isinstance(layer.mlp, Experts) and not each.name.startswith("self_"))
+            ):
                 continue
             (weight,) = shape.spelled([each.within("", f"model.layers.{index}")])
             found.update(_places_of(weight, index))
