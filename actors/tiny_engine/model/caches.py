@@ -205,19 +205,19 @@ def _attention(
     return scores.softmax(-1)[..., :-1] @ values
 
 
-def _chosen(topk: int, queries: Tensor, weights: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+def _chosen(topk: int, scored: tuple[Tensor, Tensor], keys: Tensor, mask: Tensor) -> Tensor:
     """Hide keys from queries that do not choose them.
 
     Args:
         topk: number of keys that each query chooses.
-        queries: of the scores, [n, Q, heads, size].
-        weights: of the heads' scores, [n, Q, heads].
+        scored: queries [n, Q, heads, size] and weights of the heads [n, Q, heads].
         keys: of the scores, [n, positions, size].
         mask: of keys that are not seen at all; it broadcasts against [n, Q, positions].
 
     Returns:
         A mask [n, 1, Q, positions].
     """
+    queries, weights = scored
     if topk >= keys.shape[1]:
         return mask.expand(len(keys), -1, -1).unsqueeze(1)
     products = (queries.float().flatten(1, 2) @ keys.float().transpose(1, 2)).relu()
@@ -264,9 +264,9 @@ class Prefill:
             mask = self._mask(begin, seen, window)
             if chooser is not None:
                 if chooser.scored is not None:
-                    own = [each[:, begin : begin + BLOCK] for each in chooser.scored]
+                    rows, weights = (each[:, begin : begin + BLOCK] for each in chooser.scored)
                     scored = chooser_keys(block, new[:, :, seen])
-                    self._choices[begin] = _chosen(chooser.topk, *own, scored, mask)
+                    self._choices[begin] = _chosen(chooser.topk, (rows, weights), scored, mask)
                 mask = self._choices[begin]
             parts = (queries[:, :, begin : begin + BLOCK], keys[:, :, seen], values[:, :, seen])
             found.append(_attention(*parts, mask, scale, sinks))
@@ -338,8 +338,8 @@ class Decode:
         keys, values = keys_and_values(block, kept)
         if chooser is not None:
             if chooser.scored is not None:
-                scored = (each.unsqueeze(1) for each in chooser.scored)
-                self._choice = _chosen(chooser.topk, *scored, chooser_keys(block, kept), mask[:, 0])
+                rows, weights = (each.unsqueeze(1) for each in chooser.scored)
+                self._choice = _chosen(chooser.topk, (rows, weights), chooser_keys(block, kept), mask[:, 0])
             mask = self._choice
         # Heads that share keys become query positions.
         grouped = queries.reshape(self._num, keys.shape[1], -1, queries.shape[-1])

@@ -18,7 +18,8 @@ from tests.actors.trainer.hf import write_model as write_family
 from tests.support.tiny_models import LLAMA, teacher_forced, write_model, write_weights
 
 ATOL = 1e-5  # nats
-KINDS = ("qwen3_5_text", "qwen3_next", "gpt_oss", "deepseek_v3", "glm_moe_dsa")  # states, a window, latents, chosen keys
+# states, a window, latents, chosen keys
+KINDS = ("qwen3_5_text", "qwen3_next", "gpt_oss", "deepseek_v3", "glm_moe_dsa")
 PROMPT = [60, 2, 33, 9, 9, 17, 21]
 
 

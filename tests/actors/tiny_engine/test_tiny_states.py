@@ -21,7 +21,13 @@ from tests.actors.trainer.hf import write_model
 
 LONG = torch.randint(2, 32, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPT = LONG[:20]  # longer than a window
-KINDS = {"states": "qwen3_5_text", "fused rows": "qwen3_next", "windows and sinks": "gpt_oss", "latents": "deepseek_v3", "chosen keys": "glm_moe_dsa"}
+KINDS = {
+    "states": "qwen3_5_text",
+    "fused rows": "qwen3_next",
+    "windows and sinks": "gpt_oss",
+    "latents": "deepseek_v3",
+    "chosen keys": "glm_moe_dsa",
+}
 SIZES = {"max_position_embeddings": 128}
 
 
