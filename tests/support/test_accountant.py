@@ -67,12 +67,13 @@ def test_a_small_run_by_hand() -> None:
         "pooled": 0,
         "ready": 0,
         "in_flight": 1,
+        "closes": True,
     }
     check_that_the_accountant_agrees(numbered(LOG))
 
 
-def dead(subject: str) -> MessageDeadLettered:
-    return MessageDeadLettered(subject=f"phy.run.{subject}", reason="no JSON", dead_seq=1)
+def dead(subject: str, dead_seq: int = 1) -> MessageDeadLettered:
+    return MessageDeadLettered(subject=f"phy.run.{subject}", reason="no JSON", dead_seq=dead_seq)
 
 
 RARE: tuple[Message, ...] = (
@@ -97,9 +98,9 @@ RARE: tuple[Message, ...] = (
     trained(1, start="a"),
     issued(4, 5, 6, 7, incarnation=3, num_samples=2, verdicts=False),
     done(4),  # 21: one sample
-    dead("event.group.completed.5.0"),
-    dead("event.group.completed.5.0"),
-    dead("event.group.aborted.5.0"),
+    dead("event.group.completed.5.0", 1),
+    dead("event.group.completed.5.0", 2),
+    dead("event.group.aborted.5.0", 3),
     dead("work.rollout.6.0"),
     aborted(7, samples=()),  # 26
     issued(7, attempt=1, incarnation=3, num_samples=2, verdicts=False),
@@ -176,14 +177,14 @@ def test_a_log_of_rare_events_by_hand() -> None:
     [
         (batch(2, (7, 26), incarnation=3), "names group 7, which is in flight"),
         (batch(2, (0, 4), incarnation=3), "names group 0, which is trained"),
-        (batch(1, (7, 26), incarnation=3), "step 1 has a batch already"),
-        (issued(7, attempt=2, incarnation=3), "group 7 is issued while it is in flight"),
-        (issued(9, incarnation=3), "gaps"),
+        (batch(1, (7, 26), incarnation=3), "a batch of step 1, which has one since 18"),
+        (issued(7, attempt=2, incarnation=3), "it is not pooled but in flight"),
+        (issued(9, incarnation=3), "not the next one, which is 8"),
     ],
 )
 def test_what_a_correct_buffer_would_not_write_is_a_complaint(wrong: Message, complaint: str) -> None:
-    (found,) = count((*RARE, wrong)).complaints
-    assert complaint in found
+    found = count((*RARE, wrong)).complaints
+    assert any(complaint in each for each in found)
 
 
 def walked(setup: Setup, seed: int) -> list[Message]:
