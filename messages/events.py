@@ -200,8 +200,8 @@ class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
 
     It counts if no start had a higher incarnation, and if a start with this `start` and incarnation did not come
     before. It is then the current trainer. Facts of a lower incarnation, and of an earlier start of the same one, count
-    for nothing from then on. Groups of a batch that it settles are trained, unless a `batch_trained` had settled them.
-    A start at a smaller step takes nothing back.
+    for nothing from then on; all other facts count, also those before the first start. Groups of a batch that it settles
+    are trained, unless a `batch_trained` had settled them. A start at a smaller step takes nothing back.
     """
 
     plane = Plane.EVENT
@@ -223,7 +223,7 @@ class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
 class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     """One train step is done. Idempotent by step; `replay` marks a repeated step. Written by trainer.
 
-    The first one of the current trainer for a step settles the batch that stands: its groups are trained, those in
+    The first one that counts and finds a batch of its step settles that: its groups are trained, those in
     `skipped_groups` skipped. Later ones, and one of a step without a batch, change no group.
     """
 
@@ -267,9 +267,10 @@ class PairsEvaluated(Message, kw_only=True, tag="pairs_evaluated"):
 class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
     """Groups of a batch cannot be trained, because their stored payloads are gone. Written by trainer.
 
-    It counts if it is of the current trainer, the step's batch was not settled, and `groups` has at least one entry of
-    that batch. The batch is then no more: the groups named are pooled without samples (reason payloads_missing until
-    they are issued again), the others are ready, and the step waits for another batch, which may have other groups.
+    It counts if no later trainer has started, the step's batch was not settled, and `groups` has at least one entry of
+    that batch, equal in all fields; its other entries name nothing. The batch is then no more: the groups named are
+    pooled without samples (reason payloads_missing until they are issued again), the others are ready, and the step
+    waits for another batch, which may have other groups.
     The groups of a settled batch stay trained.
     """
 

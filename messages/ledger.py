@@ -42,7 +42,7 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
 
     A new group has the next free `group_id`, from 0 without gaps, and attempt 0. Any other issue is of a pooled group,
     with a higher attempt; for a group in another state it changes nothing. A void issue uses up no number. `verdicts`
-    is set as by `buffer_started`, and the newest of both decides when a group completes.
+    does what it does in `buffer_started`, and the newest of both decides when a group completes.
     """
 
     plane = Plane.EVENT
@@ -86,8 +86,8 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
     """The groups of one train step, in order of issue. A large batch takes several events, one after another.
 
     A batch of several events counts with the last of them. Its events have one incarnation, one step and `index` from
-    0 to `num_events` - 1, and no other `batch_ready` of a buffer that counts is between them; else what came so far is
-    void, and the buffer decides anew.
+    0 to `num_events` - 1, and no other `batch_ready` of a buffer that counts is between them, not even a copy; else
+    what came so far is void, and the buffer decides anew.
 
     It counts only for a step that has no batch: a step above those of all batches so far, or one whose batch
     `payloads_missing` took back. It is void if it cites a completion that `payloads_missing` named for this step. Each
@@ -112,9 +112,9 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
 class GroupsClosed(Message, kw_only=True, tag="groups_closed"):
     """The buffer gives groups up. They get no further attempt.
 
-    A group that has not ended is dropped or failed, as `outcome` says, for `reason`: also one that a halt aborted
-    (`rollout.on_halt = "drop"`, reason halted), one that is too stale, or one that was passed over. A group that has
-    ended stays as it is.
+    A group that is not yet trained, skipped, dropped or failed is dropped or failed, as `outcome` says, for `reason`,
+    whatever its state: also one that a halt aborted (`rollout.on_halt = "drop"`, reason halted), one that is too stale,
+    or one that was passed over. The others stay as they are.
     """
 
     plane = Plane.EVENT

@@ -103,7 +103,8 @@ class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
 
     If the subject is of a task (`work.rollout.<group_id>.<attempt>`) of an attempt in flight, its group has failed with
     the reason "task: " and `reason`. If it is of an end (`event.group.completed`, `aborted` or `failed` with the same
-    key), the third one of the group does the same, with "ending: ".
+    key), it counts while that attempt is in flight, and the third that counts, over all attempts of the group, does
+    the same, with "ending: ".
     """
 
     plane = Plane.EVENT
