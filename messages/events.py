@@ -200,8 +200,8 @@ class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
 
     It counts if no start had a higher incarnation, and if a start with this `start` and incarnation did not come
     before. It is then the current trainer. Facts of a lower incarnation, and of an earlier start of the same one, count
-    for nothing from then on; all other facts count, also those before the first start. Groups of a batch that it settles
-    are trained, unless a `batch_trained` had settled them. A start at a smaller step takes nothing back.
+    for nothing from then on; all other facts count, also those before the first start. Groups of a batch that it
+    settles are trained, unless a `batch_trained` had settled them. A start at a smaller step takes nothing back.
     """
 
     plane = Plane.EVENT
