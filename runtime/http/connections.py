@@ -355,7 +355,7 @@ async def served(
             _Protocol,
             runner.server,
             loop=asyncio.get_running_loop(),
-            access_log=None,
+            access_log=None,  # pyright: ignore[reportArgumentType] - its type forgets that None is allowed
             logger=log,
             keepalive_timeout=IDLE_S,
         )
