@@ -13,7 +13,7 @@ from messages import Phase, PhaseChanged
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, SMALL, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1000)]
 
 COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
 MODEL: Final = ROOT / "topologies/demo/models/reverse-digits"
@@ -44,6 +44,7 @@ async def run(directory: Path, *overrides: str, num_steps: int) -> Colocated:
     return Colocated(turns, [row for row in run.rows() if row["step"] > 0])
 
 
+@pytest.mark.slow
 async def test_phases_run_in_order_and_free_the_memory_that_they_report(tmp_path: Path) -> None:
     """That a colocated run learns is shown by tests/test_laptop.py, at night."""
     model = tmp_path / "model"
@@ -67,6 +68,21 @@ async def test_phases_run_in_order_and_free_the_memory_that_they_report(tmp_path
         assert 0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"]
         assert row["perf/update_weights_session_time"] > 0
         assert row["perf/update_weights_wire_bytes"] == rows[0]["perf/update_weights_wire_bytes"] > 0
+
+
+@pytest.mark.nightly
+async def test_engines_get_base_and_adapter_back_after_each_train_step(tmp_path: Path) -> None:
+    """Their log-probs are the trainer's, and no version is published in full."""
+    settings = ("trainer.lora.rank=4", "optimizer.lr=1e-2", "engines.policy.weight_transport=disk")
+    turns, rows = await run(tmp_path, *settings, num_steps=NUM_STEPS)
+    assert len([turn for turn in turns if turn.phase is Phase.UPDATE]) >= NUM_STEPS
+    assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in rows) < 1e-3
+    assert published(tmp_path) == ["adapters"]
+
+
+def published(directory: Path) -> list[str]:
+    """What a run has published: versions in full, and the directory of adapters."""
+    return sorted(path.name for path in directory.glob("runs/*/weights/*"))
 
 
 def fallen(turns: list[PhaseChanged], instance: str) -> int:

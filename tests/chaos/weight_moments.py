@@ -1,4 +1,4 @@
-"""Kill points on the way of a weight version: before, during or after prepare, bucket or commit.
+"""Kill points on the way of a weight version: before, during or after prepare, bucket, commit, export, load or unload.
 
     at("before", "bucket", 2, process="trainer.0")     # a Moment, for `planned` of rank_moments.py
 
@@ -11,6 +11,9 @@ A process reaches them where it touches the outside, so that they hold whatever 
 | scheduler of SGLang | act on the call | - | is about to send the answer |
 | another rank | pass a bucket on to its stage's first rank | - | - |
 | node daemon | - | writes a file of its local copy: during bucket | - |
+
+A LoRA adapter is exported by the trainer, and loaded and unloaded by calls of the rollout actor to the engine. During
+its export, its files are written and have no name yet.
 
 With files a version has no such calls: the trainer commits it by the announcement, when all its files are complete.
 The version of a moment is the one that is transferred. Two processes do not know it: SGLang's scheduler counts its
@@ -29,7 +32,7 @@ from tests.chaos import rank_moments
 from tests.chaos.rank_moments import Moment, Strike, around, striker
 
 When = Literal["before", "during", "after"]
-Step = Literal["prepare", "bucket", "commit"]
+Step = Literal["prepare", "bucket", "commit", "export", "load", "unload"]
 
 SENT_S: Final = 0.02  # for a call to leave the process
 CALLS: Final = {  # of the trainer to rollout actors, by the message's tag
@@ -43,6 +46,8 @@ PATHS: Final = {  # of an engine
     "/update_weights_from_tensor": "bucket",
     "/end_weight_update": "commit",
 }
+OF_ADAPTERS: Final = {"/load_lora_adapter": "load", "/unload_lora_adapter": "unload"}  # of an engine
+OF_AN_ADAPTER: Final = re.compile(r"-(\d+)@")  # its version, in its name
 LABELLED: Final = "/update_weight_version"  # precedes the first of PATHS
 OF_A_COPY: Final = re.compile(r"/copies/[^/]+/\.v(\d+)/")  # of a file that the node daemon writes
 WRITES: Final = re.compile("[wax+]")
@@ -55,7 +60,7 @@ def at(
 
     Args:
         when: before, during or after the step.
-        step: prepare, bucket or commit.
+        step: prepare, bucket, commit, export, load or unload.
         index: of the bucket, from 0; only for buckets.
         process: its name in the run.
         version: weight version that is transferred.
@@ -145,6 +150,21 @@ def install_calls() -> None:
     Bus.call, Bus.publish = calling, publishing  # type: ignore[method-assign, assignment]
 
 
+def install_exports() -> None:
+    """Kill points of the export of an adapter."""
+    from actors.trainer.lora import published
+
+    strike, version = striker(), 0
+
+    def begin(_versions: Any, number: int, *_arguments: Any) -> None:
+        nonlocal version
+        version = number
+        strike("before export", number)
+
+    around(published.AdapterVersions, "publish", before=begin, after=lambda answer: strike("after export", version))
+    around(published, "complete_directory", before=lambda *_arguments: strike("during export", version))
+
+
 def install_rank() -> None:
     """Kill points of a train step and of a checkpoint, and of the buckets that a rank passes on."""
     from actors.trainer.weights.export import BucketWriter
@@ -171,11 +191,20 @@ def install_rollout() -> None:
     strike, updates, post = striker(), Updates(), SglangClient._post
 
     async def posting(client: SglangClient, url: str, body: Any, *args: Any, **options: Any) -> bytes:
-        for path in (LABELLED, *PATHS):
+        for path in (LABELLED, *PATHS, *OF_ADAPTERS):
             if url.endswith(path):
                 break
         else:
             return await post(client, url, body, *args, **options)
+        if path in OF_ADAPTERS:
+            return await struck(
+                lambda: post(client, url, body, *args, **options),
+                strike,
+                OF_ADAPTERS[path],
+                version_of_adapter(body),
+                None,
+                begun=lambda: asyncio.sleep(SENT_S),
+            )
         engine = url.removesuffix(path)
         if path == LABELLED:
             updates.label(engine, version_in(body))
@@ -203,6 +232,10 @@ def install_engine() -> None:
     async def strikes(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         if request.path == LABELLED:
             updates.label("", version_in(msgspec.json.decode(await request.read())))
+        if request.path in OF_ADAPTERS:
+            version = version_of_adapter(msgspec.json.decode(await request.read()))
+            step = OF_ADAPTERS[request.path]
+            return await struck(lambda: handler(request), strike, step, version, None, begun=lambda: some_turns(3))
         if request.path not in PATHS:
             return await handler(request)
         await request.read()
@@ -256,6 +289,13 @@ def install_daemon() -> None:
 def version_in(body: dict[str, Any]) -> int:
     """Read the version from the label of an update, VERSION@..."""
     return int(str(body["new_version"]).partition("@")[0])
+
+
+def version_of_adapter(body: dict[str, Any]) -> int:
+    """Read the version from the name of an adapter, RUN-VERSION@..."""
+    found = OF_AN_ADAPTER.search(body["lora_name"])
+    assert found is not None, body
+    return int(found[1])
 
 
 async def some_turns(number: int) -> None:

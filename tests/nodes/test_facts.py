@@ -89,6 +89,19 @@ def test_nodes_without_a_common_directory_fetch_weights_model_and_functions(tmp_
     assert all(list(each["bytes_from"]) == ["local"] for each in fetched)
 
 
+@pytest.mark.nightly
+def test_nodes_without_a_common_directory_fetch_adapters_and_their_base(tmp_path: Path) -> None:
+    more = 'trainer.lora.rank = 4\nrollout.nodes = ["local", "n1"]'
+    with trained_apart(tmp_path, "http", more) as (here, there):
+        assert [path.name for path in (here / "weights").iterdir()] == ["adapters"]  # no version in full
+        assert not (there / "weights").exists()
+        copies = there / "copies" / "n1"
+        assert [path.name for path in copies.iterdir()] == ["adapters"]
+        assert len([*(copies / "adapters" / "base").glob("v*/model.safetensors")]) == 1
+        newest = sorted((here / "weights" / "adapters").glob("v*/adapter_model.safetensors"))[-1]
+        assert (copies / newest.relative_to(here / "weights")).read_bytes() == newest.read_bytes()
+
+
 def test_weights_by_files_are_refused_by_key_where_the_directory_is_not_common(tmp_path: Path) -> None:
     file, run_dir = apart(tmp_path, transport="disk"), tmp_path / "runs" / "apart"
     with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:

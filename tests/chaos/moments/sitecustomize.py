@@ -17,6 +17,7 @@ may_be_forked = True  # what this installs looks at the process when it is calle
 INSTALLS = {  # functions of tests/chaos/weight_moments.py, by the module that they wait for
     "runtime.bus.bus": "install_calls",
     "actors.trainer.commands": "install_rank",
+    "actors.trainer.lora.published": "install_exports",
     "aiohttp.web": "install_engine",
     "sglang.srt.managers.scheduler_components.weight_updater": "install_sglang",
     "actors.rollout.sglang.client": "install_rollout",
