@@ -66,7 +66,7 @@ __all__ = [
     "in_flight",
 ]
 
-FOLD_VERSION: Final = 23  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 24  # raised when the same log folds to another state; older snapshots are then ignored
 
 PART: Final = 512  # groups of an issue that are folded at a time, in about 2 ms
 MAX_DIGITS: Final = 20  # of a group id in a subject

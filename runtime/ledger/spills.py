@@ -32,8 +32,8 @@ def _take(group: Group, lease: str, sample: SampleSummary, start: int) -> bool:
     longest, later = _find(group.spilled, sample), _find(group.anew, sample)
     chain = next((each for each in (longest, later) if each is not None and each.lease == lease), None)
     if chain is None:
-        if start:
-            return False  # a gap, or a lease that was replaced
+        if start or any(lease in each.replaced for each in (longest, later) if each is not None):
+            return False  # a gap, or a lease that was replaced: its first increment may be stored again
         chain = Spilled(lease=lease, sample=sample)
     elif start > len(chain.segments) or sample.response_len < chain.sample.response_len:
         return False  # a gap, or a duplicate of an earlier increment
@@ -42,11 +42,18 @@ def _take(group: Group, lease: str, sample: SampleSummary, start: int) -> bool:
     if chain is longest:
         return True
     group.anew = [each for each in group.anew if each is not later]
+    _replace(later, chain)
     if longest is None or sample.response_len >= longest.sample.response_len:
         group.spilled = [*(each for each in group.spilled if each is not longest), chain]
+        _replace(longest, chain)
     else:
         group.anew.append(chain)
     return True
+
+
+def _replace(old: Spilled | None, new: Spilled) -> None:
+    if old is not None and old is not new:
+        new.replaced = (*new.replaced, *old.replaced, old.lease)
 
 
 def _find(samples: list[Spilled], sample: SampleSummary) -> Spilled | None:

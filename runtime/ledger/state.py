@@ -39,6 +39,7 @@ class Spilled(msgspec.Struct, kw_only=True):
     lease: str
     sample: SampleSummary  # as in its newest increment, without segments
     segments: list[SegmentRef] = []  # all of them, in order
+    replaced: tuple[str, ...] = ()  # leases whose increments of this sample count no more
 
 
 class Group(msgspec.Struct, kw_only=True):

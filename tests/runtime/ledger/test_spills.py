@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from messages import SampleStatus, SampleSummary, SegmentRef, SegmentsSpilled
@@ -52,6 +52,11 @@ ACTIONS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(actions=ACTIONS)
+# the first increment of a replaced delivery is stored again
+@example(actions=["grow 0"] * 9 + ["spill", "die", "spill"] + ["grow 0"] * 6 + ["repeat", "spill"])
+@example(
+    actions=["grow 0", "spill", "die", "grow 0", "spill", "die anew", "grow 0", "spill", "repeat", "grow 0", "spill"]
+)
 def test_what_is_joined_is_what_one_delivery_had_whoever_dies_and_whatever_is_lost_or_repeated(
     actions: list[str],
 ) -> None:
