@@ -1,6 +1,5 @@
 """The engine's log-probs against transformers' forward pass, through joins, aborts, retractions and weight swaps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from tests.support.tiny_models import (
     write_weights,
 )
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 ATOL = 1e-5  # nats
 PROMPTS = [[3, 4, 5], [60, 2, 33, 9, 9, 17, 21], [8], [40, 41, 42, 43, 44]]
 MODELS = {
@@ -47,13 +48,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-
-
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen3"))
@@ -64,10 +58,7 @@ def test_log_probs_equal_a_teacher_forced_forward(name: str, tmp_path: Path) -> 
     write_model(tmp_path, **MODELS[name])
     scheduler = scheduler_of(tmp_path, num_slots=3)  # fewer than requests: one joins when another has left
     requests = [request_of(str(index), prompt, limit=9 + 7 * index) for index, prompt in enumerate(PROMPTS)]
-    scheduler.submit(requests)
-    run_out(scheduler)
-    for request in requests:
-        assert_teacher_forced(tmp_path, request)
+    assert_all_teacher_forced(tmp_path, scheduler, requests)
 
 
 @pytest.mark.parametrize("kind", families())
@@ -82,10 +73,7 @@ def test_each_family_equals_transformers(kind: str, tmp_path: Path) -> None:
     scheduler = scheduler_of(tmp_path, num_slots=3)
     prompts = [[3, 4, 5], [8], [30, 2, 9, 9, 17, 21], [30, 2, 9, 9, 17, 21]]
     requests = [request_of(str(index), prompt, limit=9 + 5 * index) for index, prompt in enumerate(prompts)]
-    scheduler.submit(requests)
-    run_out(scheduler)
-    for request in requests:
-        assert_teacher_forced(tmp_path, request)
+    assert_all_teacher_forced(tmp_path, scheduler, requests)
 
 
 def test_mtp_layers_of_the_files_are_skipped(tmp_path: Path) -> None:
@@ -100,10 +88,7 @@ def test_mtp_layers_of_the_files_are_skipped(tmp_path: Path) -> None:
 def test_sequences_that_outgrow_their_slots_keep_their_keys(qwen3: Path) -> None:
     scheduler = scheduler_of(qwen3)
     requests = [request_of("long", PROMPTS[0], limit=150), request_of("longer", PROMPTS[1], limit=200)]
-    scheduler.submit(requests)
-    run_out(scheduler)
-    for request in requests:
-        assert_teacher_forced(qwen3, request)
+    assert_all_teacher_forced(qwen3, scheduler, requests)
 
 
 def test_temperature_scales_the_log_probs_it_reports(qwen3: Path) -> None:
@@ -311,6 +296,14 @@ def run_out(scheduler: Scheduler) -> list[Any]:
     while not scheduler.idle:
         scheduler.step()
     return scheduler.take_reports()
+
+
+def assert_all_teacher_forced(directory: Path, scheduler: Scheduler, requests: list[Request]) -> None:
+    """Run requests to their end, and compare each with a pass over its tokens."""
+    scheduler.submit(requests)
+    run_out(scheduler)
+    for request in requests:
+        assert_teacher_forced(directory, request)
 
 
 def assert_teacher_forced(directory: Path, request: Request, temperature: float = 1.0) -> None:

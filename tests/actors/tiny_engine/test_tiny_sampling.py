@@ -1,6 +1,5 @@
 """Drawing tokens: the random numbers, truncation, independence of the batch, floors and stops."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,9 @@ from actors.tiny_engine.model.sampling import draw, draw_truncated, sampling_mas
 from runtime.models.config import read_model
 from tests.support.tiny_models import write_model
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Prompts that are prefilled once: of requests that come together, later, in other slots, and under newer weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,12 @@ from runtime.models.config import read_model
 from tests.actors.trainer.hf import write_model as write_family
 from tests.support.tiny_models import LLAMA, teacher_forced, write_model, write_weights
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 ATOL = 1e-5  # nats
 # states, a window, latents, chosen keys
 KINDS = ("qwen3_5_text", "qwen3_next", "gpt_oss", "deepseek_v3", "glm_moe_dsa")
 PROMPT = [60, 2, 33, 9, 9, 17, 21]
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")

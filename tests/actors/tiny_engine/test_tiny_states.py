@@ -3,7 +3,7 @@
 Each test has a model of each kind. Expected are transformers' log-probs, under one version or over a change of weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,17 @@ from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
 from runtime.models.blocks import Attention
 from runtime.models.config import read_model
-from tests.actors.tiny_engine.test_tiny_numerics import ATOL, assert_teacher_forced, request_of, run_out, scheduler_of
+from tests.actors.tiny_engine.test_tiny_numerics import (
+    ATOL,
+    assert_all_teacher_forced,
+    assert_teacher_forced,
+    request_of,
+    run_out,
+    scheduler_of,
+)
 from tests.actors.trainer.hf import write_model
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 LONG = torch.randint(2, 32, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPT = LONG[:20]  # longer than a window
@@ -29,13 +38,6 @@ KINDS = {
     "chosen keys": "glm_moe_dsa",
 }
 SIZES = {"max_position_embeddings": 128}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +59,7 @@ def test_prompts_of_all_lengths_are_prefilled_together(directory: Path) -> None:
     """Over chunks and windows; what is behind the end of a shorter prompt changes no state."""
     scheduler = scheduler_of(directory)
     requests = [request_of(str(length), LONG[:length], limit=12) for length in (70, 1, 64, 5)]
-    scheduler.submit(requests)
-    run_out(scheduler)
-    for request in requests:
-        assert_teacher_forced(directory, request)
+    assert_all_teacher_forced(directory, scheduler, requests)
 
 
 def test_a_later_sample_has_the_state_behind_its_prompt(directory: Path) -> None:

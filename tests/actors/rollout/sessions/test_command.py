@@ -73,6 +73,19 @@ async def listener(tmp_path: Path) -> AsyncGenerator[None]:
         yield
 
 
+async def ended(
+    bus: Bus, router_url: str, tmp_path: Path, topology: Topology, given: RolloutRequested | None = None
+) -> tuple[GroupFailed | GroupCompleted, ScriptedEngine]:
+    """Have a program play a group; return how that ended, and the engine that answered it."""
+    async with serving(scripted()) as engine, listener(tmp_path):
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(given or row(tmp_path))
+            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    assert isinstance(event, GroupFailed | GroupCompleted)
+    return event, engine
+
+
 async def test_a_program_plays_a_sample_whose_tokens_are_those_sampled_and_its_last_message_is_graded(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
@@ -146,12 +159,7 @@ async def test_the_reason_of_the_last_failed_attempt_is_that_of_the_sample(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", "import os, sys; sys.exit(f'no way in, {os.environ[\"OPENAI_API_KEY\"]}')"]
-    async with serving(scripted()) as engine, listener(tmp_path):
-        topology = agent_topology(tmp_path, command=command, attempts=2)
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(row(tmp_path))
-            failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    failed, _ = await ended(bus, router_url, tmp_path, agent_topology(tmp_path, command=command, attempts=2))
     assert isinstance(failed, GroupFailed)
     program = f"{sys.executable} exited with code 1: no way in, ***"
     assert failed.reason == f"rollout.agent: aborted 2 times, last: {program}"
@@ -161,12 +169,7 @@ async def test_the_time_of_a_program_is_bounded_and_that_of_the_model_does_not_c
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    async with serving(scripted()) as engine, listener(tmp_path):
-        topology = agent_topology(tmp_path, command=command, episode_timeout_s=0.5)
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(row(tmp_path))
-            failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    failed, _ = await ended(bus, router_url, tmp_path, agent_topology(tmp_path, command=command, episode_timeout_s=0.5))
     assert isinstance(failed, GroupFailed)
     assert "rollout.agent: took more than 0.5 s" in failed.reason
 

@@ -11,11 +11,9 @@ from messages import GroupCompleted, GroupFailed, SampleStatus
 from runtime.bus.bus import Bus
 from runtime.functions import isolation
 from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
-from tests.actors.rollout.sessions.test_command import FIRST, ROOT, agent_topology, listener, row, scripted
+from tests.actors.rollout.sessions.test_command import FIRST, ROOT, agent_topology, ended, row
 from tests.build.turns import answer
 from tests.support.played import played
-from tests.support.rollout import announcement, next_event, rollout_actor
-from tests.support.scripted_engine import serving
 
 pytestmark = pytest.mark.anyio
 
@@ -42,11 +40,8 @@ async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end
     topology = agent_topology(tmp_path, adapter="gymnasium", command=command, sandbox=sandbox, attempts=1)
     given = row(tmp_path)
     prompt = msgspec.structs.replace(given.prompt, text="", metadata={"ending": ending})
-    async with serving(scripted()) as engine, listener(tmp_path):
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(msgspec.structs.replace(given, prompt=prompt))
-            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    given = msgspec.structs.replace(given, prompt=prompt)
+    event, engine = await ended(bus, router_url, tmp_path, topology, given)
     assert isinstance(event, GroupCompleted)
     (sample,) = event.samples
     status = SampleStatus.COMPLETED if ending == "terminated" else SampleStatus.TRUNCATED
@@ -102,10 +97,6 @@ async def test_an_interpreter_without_the_package_fails_its_sample_by_name(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
     topology = agent_topology(tmp_path, adapter="gymnasium", command=[sys.executable, "FrozenLake-v1"], attempts=1)
-    async with serving(scripted()) as engine, listener(tmp_path):
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(row(tmp_path))
-            failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    failed, _ = await ended(bus, router_url, tmp_path, topology)
     assert isinstance(failed, GroupFailed)
     assert "ModuleNotFoundError: No module named 'gymnasium'" in failed.reason

@@ -11,15 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from messages import GroupCompleted, GroupFailed
+from messages import GroupFailed
 from runtime.bus.bus import Bus
 from runtime.functions import isolation
 from runtime.sessions.keys import KeyPair
-from tests.actors.rollout.sessions.test_command import MODEL, agent_topology, content_of, listener, row, scripted
+from tests.actors.rollout.sessions.test_command import MODEL, agent_topology, content_of, ended, row
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, next_event, rollout_actor
-from tests.support.scripted_engine import serving
 
 pytestmark = pytest.mark.anyio
 
@@ -78,12 +76,9 @@ async def test_what_a_program_reaches(
         }
         given = row(tmp_path)
         given = msgspec.structs.replace(given, prompt=msgspec.structs.replace(given.prompt, metadata=tried))
-        async with serving(scripted()) as engine, listener(tmp_path):
-            (tmp_path / "t" / "bus.url").write_text("nats://phy:password@127.0.0.1")
-            async with rollout_actor(bus, router_url, [engine], topology):
-                await bus.publish(announcement(1))
-                await bus.publish(given)
-                failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+        (tmp_path / "t").mkdir()
+        (tmp_path / "t" / "bus.url").write_text("nats://phy:password@127.0.0.1")
+        failed, engine = await ended(bus, router_url, tmp_path, topology, given)
     assert isinstance(failed, GroupFailed)
     ending = failed.reason.rpartition(": ")[2]
     if sandbox == "isolated" and REFUSAL is not None:
@@ -108,10 +103,6 @@ async def test_a_program_that_writes_more_than_its_place_holds_or_forks_a_bomb_i
         rollout={"agent": {"command": [sys.executable, "-c", script], "attempts": 1}, "max_response_len": 32},
         reward={"max_processes": 20},
     )
-    async with serving(scripted()) as engine, listener(tmp_path):
-        async with rollout_actor(bus, router_url, [engine], topology):
-            await bus.publish(announcement(1))
-            await bus.publish(row(tmp_path))
-            failed, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    failed, _ = await ended(bus, router_url, tmp_path, topology)
     assert isinstance(failed, GroupFailed)
     assert "started more than 20 processes (reward.max_processes)" in failed.reason
