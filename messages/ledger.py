@@ -41,8 +41,9 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
     """The buffer issued groups for generation. Their tasks follow.
 
     A new group has the next free `group_id`, from 0 without gaps, and attempt 0. Any other issue is of a pooled group,
-    with a higher attempt; for a group in another state it changes nothing. A void issue uses up no number. `verdicts`
-    does what it does in `buffer_started`, and the newest of both decides when a group completes.
+    with a higher attempt; for a group in another state it changes nothing. An issue that changes nothing leaves its
+    `group_id` free. `verdicts` does what it does in `buffer_started`, and the newest of both decides when a group
+    completes.
     """
 
     plane = Plane.EVENT

@@ -134,6 +134,7 @@ class WindowKeys(HeadKeys, frozen=True, kw_only=True):
     """Keys of attention with a sliding window in all layers, or in those that layer_types names."""
 
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+    reads_layer_types: ClassVar[bool] = True  # whether the class of transformers does; otherwise the window is in all
     sliding_window: int | None = 4096
 
     @property
@@ -143,7 +144,9 @@ class WindowKeys(HeadKeys, frozen=True, kw_only=True):
 
     def is_windowed(self, index: int) -> bool:
         """Whether a layer has the window."""
-        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+        if not self.reads_layer_types or self.layer_types is None:
+            return True
+        return self.layer_types[index] == "sliding_attention"
 
     def of_layer(self, block: Attention, index: int) -> Attention:
         """Return the block of one layer, given that of all layers."""

@@ -32,6 +32,7 @@ from runtime.settings.reading.schema import Declaration, functions_in, with_valu
 from runtime.settings.sizes import show_bytes
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology, named_models
+from runtime.util.errors import flatten
 from runtime.util.files import write_atomically
 from runtime.util.formatting import count_of
 
@@ -206,7 +207,7 @@ class FilesAtHome:
                             node = entry.key.removeprefix(_wanted_key(""))
                             tasks.start_soon(self._answer, bus, node, entry.value)
             except* BusError as errors:
-                log.warning("files_not_given", error=str(errors.exceptions[0]))
+                log.warning("files_not_given", error=str(flatten(errors)[0]))
                 await anyio.sleep(AGAIN_S)
 
     async def _answer(self, bus: Bus, node: str, wanted: FilesWanted) -> None:

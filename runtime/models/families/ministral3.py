@@ -12,17 +12,13 @@ BETA = "llama_4_scaling_beta"
 
 
 class AttentionKeys(WindowKeys, frozen=True, kw_only=True):
-    """Keys of the attention. The class of transformers does not read the types of layers."""
+    """Keys of the attention."""
 
+    reads_layer_types: ClassVar = False
     rope_type: ClassVar[str] = "yarn"
     without_keys: ClassVar = {"qkv_bias": False, "output_bias": False}
     head_dim: int | None = 128
     sliding_window: int | None = None
-
-    def is_windowed(self, index: int) -> bool:
-        """Whether a layer has the window."""
-        del index
-        return True
 
     def rope(self) -> Rope:
         """Read the rotary embedding."""

@@ -1,16 +1,15 @@
 """Mistral, with a sliding window in all layers or in none."""
 
+from typing import ClassVar
+
 from runtime.models.family import Composite, Family
 from runtime.models.readers import MlpKeys, WindowKeys
 
 
 class AttentionKeys(WindowKeys, frozen=True, kw_only=True):
-    """Keys of the attention. The class of transformers does not read the types of layers."""
+    """Keys of the attention."""
 
-    def is_windowed(self, index: int) -> bool:
-        """Whether a layer has the window."""
-        del index
-        return True
+    reads_layer_types: ClassVar = False
 
 
 FAMILY = Family(

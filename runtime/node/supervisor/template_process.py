@@ -74,7 +74,7 @@ def _serve(control: socket.socket, daemon: int) -> list[str] | None:
     environment = dict(os.environ)
     gc.disable()  # a collection would write to the pages that the forked processes share
     if customized := _customized():
-        control.send(f"{customized} runs code of its own in each process".encode())
+        control.send(f"{customized} runs code of its own in each process, and does not set {FORKABLE} = True".encode())
         return None
     try:
         _show_as([], environment, try_only=True)

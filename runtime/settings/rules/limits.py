@@ -283,7 +283,7 @@ def _constants(module: str) -> dict[str, float]:
         try:
             found[name] = float(max(ast.literal_eval(each) for each in getattr(value, "elts", [value])))
         except (TypeError, ValueError):
-            continue  # computed, or no number
+            continue  # not written as a number
     return found
 
 
