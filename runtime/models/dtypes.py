@@ -86,10 +86,14 @@ def dtype_on_cpu(directory: Path) -> StoredDtype | None:
     found = stored_dtype(directory, has_weights=True)
     if found is None or found.dtype == "float32":
         return found
-    feature = next((name for name in WITH_BFLOAT16 if name in _features()), None)
-    if feature is None:
+    if (feature := bfloat16_feature()) is None:
         return StoredDtype("float32", f"as the processor has no {' or '.join(WITH_BFLOAT16)}")
     return StoredDtype(found.dtype, found.note or f"as in {CONFIG}; the processor has {feature}")
+
+
+def bfloat16_feature() -> str | None:
+    """Find the feature of this processor by which bfloat16 is faster than float32; None if it has none."""
+    return next((name for name in WITH_BFLOAT16 if name in _features()), None)
 
 
 def _features() -> list[str]:

@@ -5,6 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import torch
+
+from actors.bfloat16 import multiply_in_float32
 from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.scheduler import Detokenize, Scheduler
 from actors.tiny_engine.engine.updating import Updating
@@ -49,6 +52,8 @@ class Core:
         """
         self._model = model_description
         self._dtype = DTYPES[SAFETENSORS_DTYPE[settings.dtype]]
+        if self._dtype is torch.bfloat16:
+            multiply_in_float32()
         self._weights = self._first_weights(directory, settings)
         self._released: set[str] = set()
         self.updating = Updating(self._held)
