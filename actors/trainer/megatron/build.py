@@ -9,6 +9,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from actors.bfloat16 import multiply_in_float32
+from actors.trainer.megatron import cpu
 from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -78,6 +80,8 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
     Returns:
         Megatron GPTModels in config.params_dtype, on the CPU or, with CUDA, on the current device.
     """
+    if config.params_dtype is torch.bfloat16 and cpu.needed():
+        multiply_in_float32()
     num_virtual = config.virtual_pipeline_model_parallel_size
     return [_build(model, config, stage) for stage in (range(num_virtual) if num_virtual else (None,))]
 

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.bfloat16 import multiply_in_float32
 from actors.trainer.algorithms.log_probs import KeptTokens
 from actors.trainer.data.batch import MicroBatch, empty_micro_batch
 from actors.trainer.data.context import Context, Ints
@@ -94,8 +93,6 @@ class Replica:
             self.hf = with_value_head(self.hf)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
-        if device.type == "cpu" and self.dtype is torch.bfloat16:
-            multiply_in_float32()
         has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # variable-length attention kernel
         self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
         self._temperature = topology.rollout.temperature
