@@ -109,10 +109,9 @@ def check_against_the_loop(make_topology: MakeTopology, directory: Path, algorit
     compared(topology, model, [random_batch(step) for step in range(2)])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_training_of_experts_equals_an_independent_loop(make_topology: MakeTopology, tmp_path: Path, kind: str) -> None:
+def test_training_of_experts_equals_an_independent_loop(make_topology: MakeTopology, tmp_path: Path) -> None:
     directory = tmp_path / "hf"
-    model = write_model(directory, kind, initializer_range=0.1)
+    model = write_model(directory, "qwen3_moe", initializer_range=0.1)
     topology = make_topology(
         model={"hf_checkpoint": str(directory), "random_init": False},
         optimizer={"adam_eps": 1e-4},

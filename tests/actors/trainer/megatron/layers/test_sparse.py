@@ -9,21 +9,35 @@ import torch
 from torch import Tensor
 
 from actors.trainer.data.batch import make_micro_batch
+from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.megatron.layers.sparse import Indexer
+from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import frozen_names
 from actors.trainer.models.sharding import global_name, tensors_of
+from actors.trainer.step.train_step import TrainStep
+from runtime.models.delta import read_index
 from runtime.settings.tables.trainer import MegatronConfig
-from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import VOCAB, random_batch
+from tests.actors.trainer.weights.test_delta import delta_of, forms, published
+from tests.build.topology import MakeTopology
+from tests.support.checkpoint_tensors import tensors_of as tensors_in
+from tests.support.checkpoints import save_checkpoint
 
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 LENGTH, TOPK = 24, 4
 MARGIN = 1e-4  # between the last score that is chosen and the next, of the largest
 EVERY = pytest.mark.parametrize("kind", KINDS)
+RATE = 1e-2  # by which the biases of experts change
+
+
+def exported(replica: Replica) -> dict[str, Tensor]:
+    """The weights that an export has."""
+    return {name: tensor.clone() for name, tensor in whole_weights(replica.complete_chunks(), replica.hf).items()}
 
 
 def choices_of(reference: Any, tokens: Tensor) -> tuple[list[Tensor], float]:
@@ -116,6 +130,38 @@ def test_the_indexer_is_frozen_and_named_so(kind: str, tmp_path: Path) -> None:
         for name in frozen_names(hf)
     }
     assert len(frozen_names(hf)) == (10 if kind == "deepseek_v32" else 5)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("deepseek_v32", marks=pytest.mark.nightly), "glm_moe_dsa"])
+def test_a_frozen_indexer_is_the_same_in_checkpoint_export_and_delta(
+    kind: str, make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    """All other weights change by the step. Biases of experts change by their rate alone."""
+    write_model(tmp_path / "weights", kind, noise=0.2)
+    topology = make_topology(
+        model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
+        algorithm={"num_steps_per_rollout": 1},
+        trainer={"megatron": {"moe_router_bias_update_rate": RATE}},
+    )
+    replica = Replica(topology, torch.device("cpu"))
+    before, frozen = exported(replica), frozen_names(replica.hf)
+    TrainStep(topology, replica)(random_batch())
+    after = exported(replica)
+    assert {name for name, tensor in after.items() if torch.equal(tensor, before[name])} == frozen
+    biases = [name for name in after if name.endswith("e_score_correction_bias")]
+    steps = torch.cat([(after[name] - before[name]) / RATE for name in biases])
+    torch.testing.assert_close(steps, steps.sign(), rtol=0, atol=1e-3)
+
+    base = published(tmp_path, 1, before)
+    found = forms(read_index(delta_of(tmp_path, base, 2, after)))
+    assert {name for name, form in found.items() if form == "unchanged"} == frozen
+
+    path = save_checkpoint(replica, tmp_path, step=1, incarnation=1)
+    assert not [name for name in tensors_in(path) if name.startswith("optimizer") and ".indexer." in name]
+    assert [name for name in tensors_in(path) if name.startswith("optimizer") and ".linear_proj." in name]
+    resumed = Replica(topology, torch.device("cpu"))
+    load_checkpoint(resumed, path)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in exported(resumed).items())
 
 
 REFUSED = {
