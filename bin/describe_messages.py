@@ -16,6 +16,7 @@ from messages.base import message_types
 from messages.catalogue import Surface, asyncapi, json_schemas, table
 from runtime.settings.load import load_topology
 from runtime.settings.reading.toml import find_topology
+from runtime.settings.topology import Topology
 from runtime.util.field_comments import fields_in, members_in
 
 INTRODUCTION = """# Messages
@@ -73,12 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="Write nothing, and exit with 1 if a file is not current.")
     parser.add_argument("--docs", type=Path, default=docs_folder(), help="Directory to write to.")
     args = parser.parse_args(argv)
-    stale = [path for path, text in catalogue(args.docs).items() if not path.exists() or path.read_text() != text]
+    files = catalogue(args.docs)
     if args.check:
+        stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         for path in stale:
             print(f"{path}: not current: run bin/describe-messages", file=sys.stderr)
         return 1 if stale else 0
-    for path, text in catalogue(args.docs).items():
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return 0
@@ -86,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def catalogue(docs: Path) -> dict[Path, str]:
     """All files of the catalogue with their text."""
-    surfaces = {role: _surface(role) for role in ROLES}
+    topology = load_topology(find_topology(Path("laptop"))).topology
+    surfaces = {role: _surface(role, topology) for role in ROLES}
     rows = table(surfaces)
     return {
         docs / "messages.md": INTRODUCTION + "\n".join(_row(row) for row in rows) + "\n" + _fields_of(rows),
@@ -95,8 +98,8 @@ def catalogue(docs: Path) -> dict[Path, str]:
     }
 
 
-def _surface(role: Role) -> Surface:
-    actor = hosted(role, load_topology(find_topology(Path("laptop"))).topology, Path()).actor_type
+def _surface(role: Role, topology: Topology) -> Surface:
+    actor = hosted(role, topology, Path()).actor_type
     return Surface(reads=actor.reads, writes=actor.writes)
 
 

@@ -1,12 +1,15 @@
 """Rows of what was verified are written by commands, each once, and the page has all test files that CI leaves out."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.verified import rows_of_files
 from tests.support import verified
-from tests.support.verified import BEGIN, END, RESULTS, Row, current, note, page_beside, rows_of, with_rows
+from tests.support.verified import BEGIN, END, RESULTS, ROOT, Row, current, note, page_beside, rows_of, with_rows
 
 
 def test_the_page_has_each_test_file_that_ci_leaves_out() -> None:
@@ -41,4 +44,34 @@ def test_a_file_is_noted_with_what_passed_and_failed(monkeypatch: pytest.MonkeyP
     assert [(row.what, row.where, row.commit, row.result) for row in rows] == [
         ("tests/a.py", "nightly, chaos", "0123456789ab-dirty", "1 passed, 1 failed"),
         ("tests/b.py", "nodes", "0123456789ab-dirty", "1 passed"),
+    ]
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.grid
+def test_one(): pass
+
+@pytest.mark.chaos
+def test_two(): assert False
+
+def test_three(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_session_notes_its_tests_also_if_others_run_them(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  grid\n  chaos\n")
+    (tmp_path / "test_a.py").write_text(TESTS)
+    page = tmp_path / "verified.md"
+    page.write_text(BEGIN + END)
+    plugins = ["no:cacheprovider", "xdist", "tests.fixtures.resuming", "tests.fixtures.verified"]
+    options = ["-n", workers, "--results", tmp_path, "--rootdir", tmp_path, "-c", tmp_path / "pytest.ini"]
+    command = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), *options, tmp_path]
+    only_these = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=only_these, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [(row.what, row.where, row.result) for row in rows_of(page.read_text())] == [
+        ("test_a.py", "grid, chaos", "2 passed, 1 failed")
     ]
