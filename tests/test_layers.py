@@ -218,6 +218,7 @@ def test_a_small_module_with_one_importer_is_seen(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.timeout(180)  # it parses the whole tree
 def test_the_tree_keeps_its_rules() -> None:
     """One test for all rules that need each module's tree: a worker of its own for each would parse them again."""
     assert violations(ROOT) == []

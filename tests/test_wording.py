@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+AT_THE_BEGINNING = r"(?:^|(?<=\. ))"
 REFUSED = {
     r"\breckon(s|ed)?\b": "compute, predict, estimate",
     r"\b(whoever|somebody|nobody)\b": "name the process, or say that no process does it",
-    r"(?:^|(?<=\. ))(?-i:Of|So many)\b": "begin with the subject",
+    rf"{AT_THE_BEGINNING}(?-i:Of|So many)\b": "begin with the subject",
     r"\b(is|are) (told|asked|said)\b": "publish, call, report, request",
     r"\bwhat is left\b": "a relative clause without a subject",
     r"\bnode agent\b": "node daemon",
@@ -21,13 +22,36 @@ REFUSED = {
     r"\bhappenings?\b": "trigger",
 }
 ANY_REFUSED = re.compile("|".join(REFUSED), re.MULTILINE | re.IGNORECASE)
+ANYWHERE = re.compile("|".join(REFUSED).replace(AT_THE_BEGINNING, r"\b"), re.IGNORECASE)
+BETWEEN_LITERALS = re.compile(r"""["']\s*f?["']""")  # of one text
+MODULE = re.compile(r"([a-z_0-9]+\.py)\b")
 # A comment, and what follows a # in a string: it is our text as well. Python's own tokenizer is slower.
 COMMENT = re.compile(r"#[# ]*([^#\n]*)")
 
 
 @cache
+def may_have_refused(source: str) -> bool:
+    """Whether a module has a refused word at all, in a text or not. Most have none, and need no parsing."""
+    return ANYWHERE.search(BETWEEN_LITERALS.sub("", source)) is not None
+
+
+def sources_of(package: str) -> Iterator[tuple[Path, str]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield path.relative_to(ROOT), path.read_text()
+
+
+@cache
 def tree_of(source: str) -> ast.Module:
     return ast.parse(source)
+
+
+def definitions_in(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Classes and functions at any depth. Expressions, most of a tree, have none."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.stmt | ast.excepthandler | ast.match_case):
+            if isinstance(part, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield part
+            yield from definitions_in(part)
 
 
 @cache
@@ -37,9 +61,9 @@ def texts_of(source: str) -> tuple[str, ...]:
 
 
 def _texts_of(source: str) -> Iterator[str]:
-    for node in ast.walk(tree_of(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+    tree = tree_of(source)
+    for node in (tree, *definitions_in(tree)):
+        yield ast.get_docstring(node) or ""
     yield from COMMENT.findall(source)
 
 
@@ -77,9 +101,10 @@ def habits_in(text: str) -> list[str]:
 @pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
 def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}: {' '.join(text.split())[:80]}: {habit}"
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for text in texts_of(path.read_text())
+        f"{path}: {' '.join(text.split())[:80]}: {habit}"
+        for path, source in sources_of(package)
+        if may_have_refused(source)
+        for text in texts_of(source)
         for habit in habits_in(text)
     ]
     assert found == []
@@ -87,12 +112,10 @@ def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
 
 def documented_and_real_parameters(source: str) -> Iterator[tuple[str, set[str], set[str]]]:
     """Name, documented parameters and real ones of each function or class whose docstring has arguments."""
-    for node in ast.walk(tree_of(source)):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    for node in definitions_in(tree_of(source)):
+        if "Args:\n" not in (ast.get_docstring(node, clean=False) or ""):
             continue
-        _, has_arguments, text = (ast.get_docstring(node) or "").partition("Args:\n")
-        if not has_arguments:
-            continue
+        text = (ast.get_docstring(node) or "").partition("Args:\n")[2]
         documented = set(re.findall(r"^    (\w+):", text.partition("\n\n")[0], re.MULTILINE))
         functions = (
             [node]
@@ -111,9 +134,10 @@ def documented_and_real_parameters(source: str) -> Iterator[tuple[str, set[str],
 @pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
 def test_docstrings_name_the_parameters_that_exist(package: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}: {name}: {', '.join(sorted(documented - real))}"
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for name, documented, real in documented_and_real_parameters(path.read_text())
+        f"{path}: {name}: {', '.join(sorted(documented - real))}"
+        for path, source in sources_of(package)
+        if "Args:\n" in source
+        for name, documented, real in documented_and_real_parameters(source)
         if documented - real
     ]
     assert wrong == []
@@ -129,10 +153,11 @@ def test_docstrings_and_comments_name_modules_that_exist(package: str) -> None:
     external = {"fp8.py", "server_args.py"}  # SGLang's
     examples = {"file.py", "messages.py"}  # files of a user
     wrong = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for text in texts_of(path.read_text())
-        for name in re.findall(r"([a-z_0-9]+\.py)\b", text)
+        f"{path}: {name}"
+        for path, source in sources_of(package)
+        if MODULE.search(source)
+        for text in texts_of(source)
+        for name in MODULE.findall(text)
         if name not in existing | external | examples
     ]
     assert wrong == []
@@ -141,9 +166,10 @@ def test_docstrings_and_comments_name_modules_that_exist(package: str) -> None:
 @pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
 def test_no_error_log_line_or_help_has_a_refused_word(package: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}: {' '.join(text.split())[:80]}: {habit}"
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for text in messages_of(path.read_text())
+        f"{path}: {' '.join(text.split())[:80]}: {habit}"
+        for path, source in sources_of(package)
+        if may_have_refused(source)
+        for text in messages_of(source)
         for habit in habits_in(text)
     ]
     assert found == []
@@ -158,11 +184,27 @@ def test_no_shell_command_has_a_refused_word() -> None:
 def test_a_refused_word_of_a_comment_is_found() -> None:
     source = 'x = "#1"  # Nobody waits.\n# Of two\n# one #2 is told\ny = 1\n'
     assert [text for text in texts_of(source) if habits_in(text)] == ["Nobody waits.", "Of two", "2 is told"]
+    assert may_have_refused(source)
 
 
 def test_a_refused_word_of_a_message_is_found() -> None:
     source = 'def f(n):\n    """Nobody."""\n    log.info("nobody")\n    raise E(f"{n} steps are " "told", "ok")\n'
     assert [text for text in messages_of(source) if habits_in(text)] == ["X steps are told"]
+    assert may_have_refused(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "may"),
+    [
+        ('log.info("Of two")\n', True),
+        ('"""One. So many."""\n', True),
+        ("raise E(f'{n} steps are '\n        f'asked')\n", True),
+        ('log.info("of two")\n', False),
+        ("# the steps are\n# those of two\n", False),
+    ],
+)
+def test_a_module_is_parsed_if_it_may_have_a_refused_word(source: str, may: bool) -> None:
+    assert may_have_refused(source) == may
 
 
 def test_no_page_has_a_refused_word() -> None:

@@ -48,6 +48,7 @@ SETUPS = [
 ]
 
 
+@pytest.mark.slow  # 20 s of a core in all
 @pytest.mark.parametrize("explored", SETUPS, ids=lambda each: each.name)
 def test_no_order_of_events_breaks_a_law(explored: Setup) -> None:
     found = explore(explored, 3_000, end_every=20)
