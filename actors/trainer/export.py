@@ -198,7 +198,7 @@ def _loaded(
 
     dtype = DTYPES[topology.model.dtype]
     with quiet():
-        chunks = build_chunks(model, transformer_config(model, _alone(topology), dtype=dtype, device=device))
+        chunks = build_chunks(model, transformer_config(model, _alone(topology), dtype=dtype))
     if topology.trainer.lora.rank:  # the checkpoint has the adapters alone
         for chunk in chunks:
             load_weights(chunk, model, base_source(topology, model))

@@ -137,13 +137,16 @@ class Rig:
         from actors.trainer.megatron.build import build_chunks
         from actors.trainer.megatron.config import transformer_config
         from actors.trainer.models.config import read_hf_config
+        from actors.trainer.models.files import random_source
+        from actors.trainer.models.sharding import load_weights
         from runtime.settings.tables.trainer import MegatronConfig
 
         self.place, self.url, self.hf = place, url, read_hf_config(place)
-        cpu = torch.device("cpu")
-        config = transformer_config(self.hf, MegatronConfig(), dtype=torch.float32, device=cpu)
+        config = transformer_config(self.hf, MegatronConfig(), dtype=torch.float32)
         self.chunks = build_chunks(self.hf, config)
-        self._device = cpu
+        for chunk in self.chunks:
+            load_weights(chunk, self.hf, random_source(self.hf, 1))
+        self._device = torch.device("cpu")
         self._version = 0
         self.export()
         self.file = next((place / "out").glob("*.safetensors")).rename(place / "source")

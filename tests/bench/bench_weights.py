@@ -40,6 +40,8 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     from actors.trainer.megatron.config import transformer_config
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
+    from actors.trainer.models.files import random_source
+    from actors.trainer.models.sharding import load_weights
     from actors.trainer.weights.export import weight_thread
     from actors.trainer.weights.files import export_to_files
     from actors.trainer.weights.gathering import own_parts
@@ -51,7 +53,9 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     hf, device = read_hf_config(place), torch.device("cpu")
     with quiet():
         groups.join(groups.Ranks(), MegatronConfig(), device, seed=1)
-        chunks = build_chunks(hf, transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=device))
+        chunks = build_chunks(hf, transformer_config(hf, MegatronConfig(), dtype=torch.float32))
+        for chunk in chunks:
+            load_weights(chunk, hf, random_source(hf, 1))
 
         def export() -> None:
             shutil.rmtree(place / "out", ignore_errors=True)

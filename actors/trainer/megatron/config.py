@@ -18,7 +18,7 @@ from runtime.settings.topology import Topology
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
+def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.dtype) -> Any:
     """Build Megatron's TransformerConfig of a model.
 
     Raises:
@@ -51,7 +51,11 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         **(_mla(attention) if isinstance(attention, Mla) else _heads(attention)),
         calculate_per_token_loss=True,  # the loss function returns a sum and its divisor, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
-        use_cpu_initialization=device.type == "cpu",
+        # no first values: the weights are read. On the CPU Megatron-core's way would draw a whole matrix on each rank
+        use_cpu_initialization=False,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -60,6 +64,10 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         batch_p2p_comm=False,
         cuda_graph_scope=[],
     )
+
+
+def _leave(_weight: Any) -> None:
+    """Leave a new weight as its memory is."""
 
 
 def _linear(model: HfConfig) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Replica:
             std = self.hf.initializer_range if value_head_std is None else value_head_std
             source = value_head_source(source, self.hf, stored, seed=topology.run.seed, std=std)
         with quiet():
-            self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
+            self.config = transformer_config(self.hf, self._layout, dtype=self.dtype)
             self.chunks = build_chunks(self.hf, self.config)
             for chunk in self.chunks:
                 load_weights(chunk, self.hf, source)

@@ -13,7 +13,7 @@ from actors.trainer.megatron.build import expert_biases
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.files import TensorShard, WeightSource
-from actors.trainer.models.names import joined_for_megatron
+from actors.trainer.models.names import read_into
 from actors.trainer.models.shapes import weights_of
 
 EXPERT: Final = "mlp.experts.local_experts."
@@ -34,10 +34,7 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
     """
     for name, parameter in tensors_of(built):
         (own,) = names_of(global_name(name, built), model, parallel_state.get_expert_model_parallel_rank())
-        part = rank_part(own, model, source, cut_of(name, parameter))
-        if part.shape != parameter.shape:
-            raise ValueError(f"{name}: the weights have shape {tuple(part.shape)}, the model {tuple(parameter.shape)}")
-        parameter.copy_(part)
+        read_part(parameter, own, model, source, cut_of(name, parameter))
 
 
 def tensors_of(built: Any) -> list[tuple[str, Any]]:
@@ -75,14 +72,18 @@ def global_name(name: str, built: Any) -> str:
     return ".".join(parts)
 
 
-def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard | None) -> Tensor:
-    """Read only a tensor-parallel rank's shard of a Megatron tensor.
+def read_part(target: Tensor, name: str, model: HfConfig, source: WeightSource, cut: TensorShard | None) -> None:
+    """Read only a tensor-parallel rank's shard of a Megatron tensor, and no tensor of the files before it is copied.
 
     Args:
+        target: the tensor that is set, in the shape of the shard.
         name: Megatron name, with the layer's number in the whole model.
         model: configuration of the model.
         source: tensors by Hugging Face name.
         cut: the rank's shard of the parameter; None: the rank holds the whole parameter.
+
+    Raises:
+        ValueError: a tensor has another shape than the model.
     """
     weight, parts = weights_of(model)[name], 1 if cut is None else cut.count
 
@@ -95,7 +96,7 @@ def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard
         number = None if weight.place is None else weight.place[0]
         return source(stored, replace(cut or TensorShard(0, 0, 1), rows=rows, number=number))
 
-    return joined_for_megatron(name, model, read, parts=parts)
+    read_into(target, name, model, read, parts=parts)
 
 
 def cut_of(name: str, parameter: Any) -> TensorShard | None:

@@ -1,10 +1,15 @@
 """How much memory of its own a process has: not the files that it maps, nor what the system caches for it."""
 
 import gc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from threading import Event, Thread
+from typing import Any
 
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from actors.trainer.megatron.memory import give_back
 from runtime.util.memory import own_anonymous_bytes
@@ -46,3 +51,35 @@ def peak_of_tensors(work: Callable[[], object]) -> int:
         size += change.nbytes()
         peak = max(peak, size)
     return peak
+
+
+class TensorPeak(TorchDispatchMode):
+    """The most bytes at a time of the tensors that operations made. Views and mapped files count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Torch calls this for each operation."""
+        found = func(*args, **(kwargs or {}))
+        if not any(result.alias_info for result in func._schema.returns):
+            for tensor in tree_leaves(found):
+                if isinstance(tensor, Tensor):
+                    self._add(tensor.untyped_storage())
+        return found
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._bytes += size
+            self.bytes = max(self.bytes, self._bytes)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._bytes -= size

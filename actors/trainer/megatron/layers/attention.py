@@ -87,7 +87,7 @@ class CoreAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if has_sinks:
             heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
-            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            device = torch.cuda.current_device()
             self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
         self._window = window  # keys that a query sees, its own among them
@@ -426,7 +426,7 @@ class JointNorm(nn.Module):
         super().__init__()
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._size, self._eps = heads * hidden_size, eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = torch.cuda.current_device()
         size = self._size // self._group.size()
         self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -458,7 +458,7 @@ class _Down(nn.Module):
 
     def __init__(self, config: Any, columns: int, rows: int) -> None:
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -62,7 +62,7 @@ class GatedDeltaNet(MegatronModule):
         )
         options: dict[str, Any] = {
             "dtype": config.params_dtype,
-            "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+            "device": torch.cuda.current_device(),
         }
         channels, heads = block.channels // ranks, block.value_heads // ranks
         self.conv = nn.Parameter(torch.empty(channels, 1, block.width, **options))

@@ -34,7 +34,7 @@ class Indexer(nn.Module):
         size, hidden = block.indexer.head_dim, config.hidden_size
         options: dict[str, Any] = {
             "dtype": config.params_dtype,
-            "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+            "device": torch.cuda.current_device(),
         }
         self.wq_b = nn.Linear(rank or hidden, block.indexer.heads * size, bias=False, **options)
         self.wk = nn.Linear(hidden, size, bias=False, **options)

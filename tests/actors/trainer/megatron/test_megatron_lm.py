@@ -65,7 +65,7 @@ def save(root: Path, state: dict[str, Any], *, kind: str | None = None) -> Path:
 def stock_model(directory: Path, weights: dict[str, Tensor]) -> Any:
     """Megatron's GPTModel by its own specification, with the weights of a model of transformers."""
     hf = read_hf_config(directory)
-    config = transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=torch.device("cpu"))
+    config = transformer_config(hf, MegatronConfig(), dtype=torch.float32)
     with quiet():
         built = GPTModel(
             config=config,

@@ -16,15 +16,17 @@ from actors.trainer.models import dequantize
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import TensorShard, add_copied, copy_small_files, file_source, write_model
 from actors.trainer.models.shapes import check_weights, hf_shapes
-from actors.trainer.models.sharding import load_weights, rank_part
+from actors.trainer.models.sharding import load_weights
 from runtime.models.config import ModelError
 from runtime.models.safetensors import SINGLE_FILE, read_tensors
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.hf import write_model as write_tiny
+from tests.actors.trainer.measured import TensorPeak
 from tests.actors.trainer.models.test_model_parity import built_of
 from tests.actors.trainer.models.test_sharding import parameters_of, part_of
 from tests.actors.trainer.tiny import VOCAB
 from tests.actors.trainer.weights.test_cast import part_of_experts
+from tests.build.model import rank_part
 from tests.sglang.server import sglang_environment, sglang_python
 from tests.support.quantized import FP8, INT4, MXFP4, fp8, int4, mxfp4
 
@@ -104,6 +106,24 @@ def test_a_model_is_loaded_as_from_an_unquantized_copy_by_ranks_too(method: str,
         for rank in range(2) if dim is not None and not is_undivided else ():
             cut = TensorShard(dim, rank, 2)
             assert torch.equal(rank_part(name, hf, source, cut), part_of(whole, name, cut).float()), (name, rank)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "none"])
+def test_a_load_takes_the_model_and_two_of_its_tensors_at_most(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strip = 1 << 12
+    monkeypatch.setattr(dequantize, "STRIP", strip)
+    if method in METHODS:
+        written(tmp_path, method)
+    else:
+        write_tiny(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+    hf = read_hf_config(tmp_path)
+    with TensorPeak() as peak:
+        built = built_of(hf)
+        load_weights(built, hf, file_source(tmp_path))
+    sizes = sorted((tensor.nbytes for tensor in (*built.parameters(), *built.buffers())), reverse=True)
+    assert sum(sizes) <= peak.bytes <= sum(sizes) + sum(sizes[:2]) + 64 * strip
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])

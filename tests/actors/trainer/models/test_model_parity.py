@@ -14,7 +14,7 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import file_source, random_source
-from actors.trainer.models.names import joined_for_megatron
+from actors.trainer.models.names import read_into
 from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.models.sharding import global_name, load_weights
 from runtime.models.config import ModelError
@@ -27,7 +27,7 @@ from tests.support.tiny_models import LLAMA3_ROPE
 
 def built_of(hf: HfConfig) -> Any:
     with quiet():
-        config = transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=torch.device("cpu"))
+        config = transformer_config(hf, MegatronConfig(), dtype=torch.float32)
         (built,) = build_chunks(hf, config)
     return built
 
@@ -107,7 +107,8 @@ def assert_as_each_alone(built: Any, hf: HfConfig, reference: Any, *, packed: bo
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, parameter in built.named_parameters():
         assert parameter.grad is not None, name
-        own = joined_for_megatron(global_name(name, built), hf, gradients.__getitem__)
+        own = torch.empty_like(parameter)
+        read_into(own, global_name(name, built), hf, gradients.__getitem__)
         close(parameter.grad, own, largest)
     return expected.detach()
 

@@ -14,20 +14,20 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import TensorShard, file_source, random_source
-from actors.trainer.models.sharding import rank_part
 from runtime.models.family import families
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import write_model
-from tests.build.model import mapping_source
+from tests.build.model import mapping_source, rank_part
 
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
 DIMS |= {"_down_proj.weight": None, "router.weight": None, "_bda.weight": None, "gate_weight": None}
+DIMS |= {"self_attention.norm": None}
 
 
 def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
     """Every name of the model, and the dimension along which Megatron cuts it."""
     with quiet():
-        config = transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=torch.device("cpu"))
+        config = transformer_config(hf, MegatronConfig(), dtype=torch.float32)
         (built,) = build_chunks(hf, config)
     for name, _ in built.named_parameters():
         yield name, next((dim for end, dim in DIMS.items() if name.endswith(end)), 0)

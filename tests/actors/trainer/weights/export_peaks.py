@@ -13,13 +13,13 @@ from actors.trainer.megatron import groups
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import TensorShard
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.models.sharding import rank_part
 from actors.trainer.weights.export import copied, weight_thread
 from actors.trainer.weights.files import export_to_files
 from actors.trainer.weights.gathering import Part
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY
+from tests.build.model import rank_part
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -47,7 +47,7 @@ def parts_of(hf: HfConfig, ranks: int) -> list[Part]:
     return [
         Part(
             (name,),
-            rank_part(name, hf, drawn, TensorShard(dim, 0, ranks) if ranks > 1 else None).clone(),
+            rank_part(name, hf, drawn, TensorShard(dim, 0, ranks) if ranks > 1 else None),
             dim,
             ranks,
             None,

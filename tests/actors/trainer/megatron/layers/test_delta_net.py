@@ -115,7 +115,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("qwen3")
     write_model(directory)
     with quiet():
-        return transformer_config(read_hf_config(directory), MegatronConfig(), dtype=torch.float32, device=CPU)
+        return transformer_config(read_hf_config(directory), MegatronConfig(), dtype=torch.float32)
 
 
 def layers(config: Any, *, is_fused: bool) -> tuple[GatedDeltaNet, Any]:

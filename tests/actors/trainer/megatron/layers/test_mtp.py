@@ -148,7 +148,7 @@ def test_the_policys_loss_and_gradient_are_those_without_the_layer(
 def loaded(directory: Path, megatron: MegatronConfig) -> tuple[Any, HfConfig]:
     hf = read_hf_config(directory, megatron.mtp_num_layers)
     with quiet():
-        (built,) = build_chunks(hf, transformer_config(hf, megatron, dtype=torch.float32, device=CPU))
+        (built,) = build_chunks(hf, transformer_config(hf, megatron, dtype=torch.float32))
     load_weights(built, hf, file_source(directory))
     return built, hf
 
