@@ -108,8 +108,8 @@ def _dequantized(topology: Topology) -> Iterator[str]:
     form = "in FP8" if pool.weight_format == "fp8" else "without quantization"
     if pool.urls:
         yield (
-            f"engines.{POLICY}.urls: an engine that was started on that directory serves its quantized weights until "
-            f"the first weight update, and reads updates wrongly; start it {form} (--json-model-override-args)"
+            f"engines.{POLICY}.urls: an engine that was started on that directory would serve its quantized weights "
+            f"and read updates wrongly; start it {form} (--json-model-override-args)"
         )
     else:
         yield f"engines.{POLICY} start {form} and without that directory's weights, and serve after the first update"

@@ -11,7 +11,10 @@ import structlog
 
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.facts import OVERRIDES
 from runtime.models.directory import CONFIG, read_json
+from runtime.models.quantization import QUANTIZATION
+from runtime.settings.derived import quantization
 from runtime.settings.placement import served_dtype
 from runtime.settings.reading.config import Problem
 from runtime.settings.tables.engines import EngineConfig
@@ -36,6 +39,7 @@ class ServerRequirements(NamedTuple):
     context: int  # tokens of the longest sample; 0: no limit in the recipe
     keeps_prefixes: bool = True  # the prefix cache may be enabled
     one_replica: bool = True  # it has no replicas behind its URL, which a weight update would not reach
+    quantized: str = ""  # model directory whose weights are quantized, and their updates are not; empty: none
 
     @classmethod
     def by(cls, topology: Topology, engine: EngineConfig) -> Self:
@@ -53,7 +57,13 @@ class ServerRequirements(NamedTuple):
             or topology.rollout.on_weight_update != "in_place"
             or keeps_prefixes(topology, engine),
             one_replica=not is_frozen,
+            quantized=str(directory) if updates_lose_quantization(topology, engine) else "",
         )
+
+
+def updates_lose_quantization(topology: Topology, engine: EngineConfig) -> bool:
+    """Return whether the model's files are quantized and its weight updates to an engine are not."""
+    return engine.hf_checkpoint is None and engine.weight_format != "fp8" and quantization(topology) is not None
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -92,9 +102,21 @@ def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterato
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
     if not wanted.keeps_prefixes and says.get("disable_radix_cache") is False:
         yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place" and a router')
+    if wanted.quantized and says.get("model_path") == wanted.quantized and not _drops_quantization(says):
+        yield _wrong(OVERRIDES, says.get(OVERRIDES), f'{{"{QUANTIZATION}": null}}, as weight updates are not quantized')
     room = says.get("max_req_input_len")  # the rest of its context length, or of its memory if that is less
     if isinstance(room, int) and room < wanted.context:
         yield _wrong("max_req_input_len", room, f"at least rollout.max_context_len = {wanted.context}")
+
+
+def _drops_quantization(says: Mapping[str, Any]) -> bool:
+    """Return whether a server was started without the quantization that its model's config.json has."""
+    overrides = says.get(OVERRIDES)
+    try:
+        found: Any = msgspec.json.decode(overrides) if isinstance(overrides, str) else overrides
+    except msgspec.DecodeError:
+        return False
+    return isinstance(found, dict) and QUANTIZATION in found and not found[QUANTIZATION]
 
 
 def _wrong(key: str, value: object, allowed: str) -> str:

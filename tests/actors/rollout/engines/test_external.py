@@ -1,5 +1,7 @@
 """Engines that others run: compared with the recipe, and told to do nothing to what is not ours."""
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -64,6 +66,30 @@ def test_one_with_a_prefix_cache_is_wrong_for_updates_in_place() -> None:
     with pytest.raises(WrongEngine, match=r"disable_radix_cache = False; allowed: true with rollout\.on_weight_update"):
         check_server("http://e", RIGHT | {"disable_radix_cache": False}, in_place)
     check_server("http://e", RIGHT | {"disable_radix_cache": False}, WANTED)
+
+
+def test_one_that_serves_quantized_weights_is_wrong_where_updates_are_not_quantized() -> None:
+    wanted, says = WANTED._replace(quantized="models/deepseek"), RIGHT | {"model_path": "models/deepseek"}
+    for overrides in ('{"quantization_config": null}', '{"quantization_config": {}, "rope_theta": 1}'):
+        check_server("http://e", says | {"json_model_override_args": overrides}, wanted)
+    check_server("http://e", RIGHT | {"model_path": "models/unquantized"}, wanted)
+    check_server("http://e", says, WANTED)
+    for overrides in ("{}", None, "{", '{"quantization_config": {"quant_method": "fp8"}}'):
+        with pytest.raises(WrongEngine, match=r'json_model_override_args = .*; allowed: {"quantization_config": null}'):
+            check_server("http://e", says | {"json_model_override_args": overrides}, wanted)
+
+
+@pytest.mark.parametrize(("weight_format", "expected"), [("as_trained", True), ("bfloat16", True), ("fp8", False)])
+def test_what_must_not_be_quantized_follows_from_the_form_of_updates(
+    tmp_path: Path, weight_format: str, expected: bool
+) -> None:
+    config = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    policy = {"kind": "sglang", "urls": ["http://e"], "weight_format": weight_format}
+    model = {"hf_checkpoint": str(tmp_path), "dtype": "bfloat16"}
+    topology = topology_with(engines={"policy": policy}, model=model)
+    found = ServerRequirements.by(topology, topology.engines["policy"])
+    assert found.quantized == (str(tmp_path) if expected else "")
 
 
 @pytest.mark.anyio
