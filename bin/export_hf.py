@@ -32,10 +32,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="Directory to write. It must not exist, or be empty."
     )
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--adapter",
         action="store_true",
         help="Write the LoRA adapter of the checkpoint in peft's files, without the weights of its base model.",
+    )
+    kind.add_argument(
+        "--megatron-lm",
+        action="store_true",
+        help="Write the weights of the checkpoint as Megatron-LM saves them (torch_dist), for its --load.",
     )
     return parser
 
@@ -44,7 +50,8 @@ def _export(args: argparse.Namespace) -> int:
     from actors.trainer.export import export_run
 
     found = found_run(args.run, trust=args.trust, needs_trust=True)
-    source = export_run(found.directory, args.out, step=args.step, adapter=args.adapter)
+    kind = {"adapter": args.adapter, "megatron_lm": args.megatron_lm}
+    source = export_run(found.directory, args.out, step=args.step, **kind)
     screen = Screen(sys.stdout)
     screen.show(f"{args.out}: {source.description} of run {found.name}")
     if source.ignored:

@@ -27,6 +27,7 @@ from runtime.settings.topology import Topology
 RUN_FILE: Final = "run.json"  # in a checkpoint: its metadata
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # written by Megatron-LM next to its checkpoints
+RELEASE: Final = "release"  # in that file, and the name of the directory: a checkpoint of weights alone
 BACKEND: Final = "torch_dist"  # format of our checkpoints; the only Megatron-LM format that can be read
 CRITIC: Final = "critic"  # entry of the critic's state; its tensors are saved under names that begin with "critic."
 DAMAGED: Final = "damaged-"  # name prefix of a damaged checkpoint
@@ -41,7 +42,7 @@ _KEPT: Final = (  # keys of a model that the version before had too
     *("max_position_embeddings", "initializer_range", "num_mtp_layers", "num_unused_mtp_layers"),
     *("has_value_head", "has_value_bias"),
 )
-_MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
+_MEGATRON_LM: Final = re.compile(rf"iter_\d{{7,}}|{RELEASE}")
 
 
 @dataclass(frozen=True, order=True)
@@ -341,7 +342,7 @@ def megatron_lm_checkpoint_at(path: Path) -> Path | None:
     tracker = path / TRACKER
     if tracker.is_file():
         newest = tracker.read_text().strip()
-        if not newest.isdigit() and newest != "release":
+        if not newest.isdigit() and newest != RELEASE:
             raise ValueError(f"{tracker} holds {newest!r}; expected the number of an iteration, or release")
         path /= f"iter_{int(newest):07d}" if newest.isdigit() else newest
     elif not _MEGATRON_LM.fullmatch(path.name):

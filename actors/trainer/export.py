@@ -40,7 +40,9 @@ class Source:
     ignored: tuple[str, ...] = ()  # keys that the exported config.json is without
 
 
-def export_run(directory: Path, out: Path, *, step: int | None = None, adapter: bool = False) -> Source:
+def export_run(
+    directory: Path, out: Path, *, step: int | None = None, adapter: bool = False, megatron_lm: bool = False
+) -> Source:
     """Write a run's model to a directory, which appears once it is complete. A critic gets `critic/` in it.
 
     The weights of a LoRA run are merged with its adapters.
@@ -52,6 +54,7 @@ def export_run(directory: Path, out: Path, *, step: int | None = None, adapter: 
         out: output directory; must not exist, or be empty.
         step: train step of the checkpoint; None: the newest checkpoint, or else the newest published weights.
         adapter: write the adapters alone, in peft's files.
+        megatron_lm: write the weights of a checkpoint as Megatron-LM saves them, without a critic.
 
     Raises:
         CannotExport: there is nothing to export, or no adapter, or `out` cannot be used.
@@ -67,7 +70,14 @@ def export_run(directory: Path, out: Path, *, step: int | None = None, adapter: 
         raise CannotExport(f"{directory} has no adapter: trainer.lora.rank is 0")
     if adapter and not source.is_checkpoint:
         raise CannotExport(f"{directory} has no checkpoint: published weights are merged, without an adapter")
+    if megatron_lm and topology.trainer.lora.rank:
+        raise CannotExport(f"{directory}: not implemented yet: a LoRA run (trainer.lora.rank) for Megatron-LM")
+    if megatron_lm and not source.is_checkpoint:
+        raise CannotExport(f"{directory} has no checkpoint, which an export for Megatron-LM is of")
     with atomic_directory(out) as unfinished:
+        if megatron_lm:
+            _write_megatron_lm(source.path, unfinished, topology)
+            return source
         if adapter:
             _write_adapter(source.path, unfinished, topology)
             return source
@@ -162,6 +172,15 @@ def _write_adapter(path: Path, unfinished: Path, topology: Topology) -> None:
     tensors = whole_adapters(_loaded(path, topology, model, device))
     base = topology.model.hf_checkpoint
     write_adapter(tensors, unfinished, model=model, config=topology.trainer.lora, base=base)
+
+
+def _write_megatron_lm(path: Path, unfinished: Path, topology: Topology) -> None:
+    os.environ.update(HIDDEN)  # before torch looks for GPUs
+    from actors.trainer.megatron.megatron_lm_export import write_for_megatron_lm
+
+    model, _, device = _joined(path, topology)
+    (chunk,) = _loaded(path, topology, model, device)
+    write_for_megatron_lm(chunk, model, unfinished)
 
 
 def _write_weights(

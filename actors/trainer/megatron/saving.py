@@ -97,7 +97,7 @@ class Saving:
         needed_bytes = _check_room(self._unfinished, state)
         with quiet(), _written(self._unfinished, needed_bytes):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each rank writes a share
-            strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(self._writer), group)
+            strategy = FullyParallelSaveStrategyWrapper(SaveInProcess(self._writer), group)
             dist_checkpointing.save(state, str(self._unfinished), strategy)
         self.written = executor.submit(self._writer.write)  # done when this rank's files are on disk
 
@@ -361,7 +361,7 @@ def _copied(data: Any) -> Any:
     return data.detach().to("cpu", copy=True).contiguous() if isinstance(data, torch.Tensor) else data
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
+class SaveInProcess(TorchDistSaveShardedStrategy):
     """Save strategy that writes in this process.
 
     Megatron's own asynchronous strategy starts a manager process and forks a writer. Both outlive a killed trainer, and

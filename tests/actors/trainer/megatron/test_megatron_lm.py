@@ -22,7 +22,7 @@ from actors.trainer.megatron.checkpoint import fill_optimizer_state, leaves
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import GPTModel, dist_checkpointing, quiet
 from actors.trainer.megatron.megatron_lm import ALIKE
-from actors.trainer.megatron.saving import _SaveInProcess
+from actors.trainer.megatron.saving import SaveInProcess
 from actors.trainer.models.config import read_hf_config
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
@@ -56,7 +56,7 @@ def save(root: Path, state: dict[str, Any], *, kind: str | None = None) -> Path:
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     content |= {} if kind is None else {"distrib_optim_sharding_type": kind}
     with quiet():
-        writer = _SaveInProcess(FileSystemWriter(path))
+        writer = SaveInProcess(FileSystemWriter(path))
         dist_checkpointing.save({**beside, **state}, str(path), writer, content_metadata=content)
     (root / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return path
