@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
 import aiohttp
 import anyio
@@ -116,7 +116,8 @@ def _drops_quantization(says: Mapping[str, Any]) -> bool:
         found: Any = msgspec.json.decode(overrides) if isinstance(overrides, str) else overrides
     except msgspec.DecodeError:
         return False
-    return isinstance(found, dict) and QUANTIZATION in found and not found[QUANTIZATION]
+    keys = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    return not keys.get(QUANTIZATION, True)
 
 
 def _wrong(key: str, value: object, allowed: str) -> str:

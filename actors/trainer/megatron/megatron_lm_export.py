@@ -30,7 +30,7 @@ SAME: Final = (  # arguments of Megatron-LM that are named as fields of Transfor
     *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_dtype"),
 )
-HAS: Final[dict[type, tuple[str, ...]]] = {  # fields of blocks that Megatron-LM's GPT model has, with any value
+HAS: Final[dict[type[Any], tuple[str, ...]]] = {  # fields of blocks that Megatron-LM's GPT model has, with any value
     Attention: ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "head_norms", "is_stored_joined"),
     Mlp: ("size", "is_stored_joined"),
     Experts: (
@@ -60,7 +60,7 @@ def problems(model: HfConfig) -> Iterator[str]:
 
 def _of_layer(layer: Layer) -> Iterator[str]:
     for block in (layer.attention, layer.mlp, layer.norms, layer.attention.rope):
-        kind = type(block)
+        kind: type[Any] = type(block)
         if kind not in HAS:
             yield "attention without positions" if block is None else kind.__name__
             continue
