@@ -41,6 +41,9 @@ STOP_S = 10.0
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)  # loaded here, since loading between fork and exec is unsafe
 
+# Compiled when they are imported, if ever: tests of packages, and model families, of which a run has one or two. They
+# are a third of the largest environment. SGLang's own families are not among them: its server imports all.
+COMPILED_LATER = r"/site-packages/((.*/)?(tests?|testing/_internal)|transformers/models/(?!auto/)[^/]+)/"
 UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|Max retries|[Tt]imed out|Connection (refused|reset)")
 NUM_LAST_LINES = 4
 YES = 3
@@ -261,7 +264,7 @@ class Setup:
         self._say("compiling")
         self._link_us()
         packages = next(environment.directory.glob("lib/python3*/site-packages"))
-        self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # skips files that are not Python 3
+        self._python(*compiling(packages))  # skips files that are not Python 3
         self._say("checking")
         self._pip("check", doing="verify the packages", besides=environment.foreign)
         if environment.has_torch and self._python("-c", "import torch"):
@@ -304,6 +307,11 @@ class Setup:
                 if on_line is not None:
                     on_line(line)
             return child.wait()
+
+
+def compiling(packages: Path) -> list[str]:
+    """Arguments of Python that compile installed packages, in as many processes as there are cores."""
+    return ["-m", "compileall", "-q", "-j", "0", "-x", COMPILED_LATER, str(packages)]
 
 
 class PipProgress:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bin.setup_venv import compiling
 from tests.bin.package_index import PackageIndex, serve_index
 
 ROOT = Path(__file__).parent.parent.parent
@@ -323,3 +324,16 @@ def test_help_and_wrong_arguments_are_answered_without_setting_up(command: str) 
     wrong = subprocess.run([path, "--wrong"], capture_output=True, text=True, timeout=10, check=False)
     assert wrong.returncode == 2
     assert "unknown argument --wrong" in wrong.stderr
+
+
+def test_tests_of_packages_and_model_families_are_compiled_when_they_are_imported(tmp_path: Path) -> None:
+    packages = tmp_path / "tests" / "lib" / "site-packages"
+    now = ["torch/nn/module.py", "torch/testing/close.py", "transformers/models/auto/auto.py", "attest/__init__.py"]
+    later = ["torch/testing/_internal/all.py", "numpy/tests/test_add.py", "transformers/models/llama/modeling.py"]
+    for name in (*now, *later):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text("x = 1\n")
+    subprocess.run([sys.executable, *compiling(packages)], check=True, timeout=50)
+    assert {path.parent.parent / path.name.split(".")[0] for path in packages.rglob("*.pyc")} == {
+        (packages / name).with_suffix("") for name in now
+    }
