@@ -103,7 +103,8 @@ def test_a_run_trains_and_exports_dequantized_weights(name: str, tmp_path: Path)
     assert "engines.policy start without quantization and without that directory's weights" in text
     # engine and trainer compute the same model, from the first step on
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in finished.steps) < 1e-3
-    logs = [line for file in (finished.run_dir / "logs").glob("rollout*.jsonl") for line in file.open()]
+    files = (finished.run_dir / "logs").glob("rollout*.jsonl")
+    logs = [line for file in files for line in file.read_text().splitlines()]
     assert sum(json.loads(line)["event"] == "weights_verified" for line in logs) >= NUM_STEPS
     done = called(export_hf, str(finished.run_dir), "--trust", "--out", "exported", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
     Args:
         built: the rank's GPTModel.
         model: configuration that it was built from.
-        source: tensors by Hugging Face name; called only for this rank's shards.
+        source: tensors by Hugging Face name, not in the model's own memory; called only for this rank's shards.
 
     Raises:
         ValueError: a tensor is missing or has another shape.

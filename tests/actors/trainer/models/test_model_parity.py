@@ -151,7 +151,8 @@ def test_random_weights_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     built, hf = load(tmp_path)
-    weights = whole_weights([built], hf) | {"model.norm.weight": torch.ones(3)}
+    weights = {name: tensor.clone() for name, tensor in whole_weights([built], hf).items()}
+    weights["model.norm.weight"] = torch.ones(3)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         load_weights(built, hf, mapping_source(weights))
 
