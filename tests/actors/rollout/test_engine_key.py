@@ -21,7 +21,7 @@ from tests.fixtures.nats import eventually
 from tests.support.tiny_client import EngineClient, generate_body
 from tests.support.tiny_engine import ROOT, wait_until_200, write_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(90)]
 
 KEY = "sw0rdf1sh"
 ENGINE_OPEN = {"/health", "/health_generate"}  # as at SGLang's own server

@@ -10,7 +10,7 @@ from runtime.node.supervisor.ports import free_port
 from tests.support.tiny_client import EngineClient
 from tests.support.tiny_engine import RunningEngine, running_engine, running_router, write_config
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # two engines and a router start, for all tests
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,6 @@ async def router(router_url: str, engines: list[RunningEngine]) -> AsyncGenerato
         yield client
 
 
-@pytest.mark.slow
 async def test_requests_posted_to_the_router_reach_all_workers(
     router: EngineClient, engines: list[RunningEngine]
 ) -> None:

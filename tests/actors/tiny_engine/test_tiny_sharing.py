@@ -116,6 +116,7 @@ def test_a_prompt_whose_log_probs_are_wanted_is_computed(llama: Path) -> None:
     torch.testing.assert_close(torch.tensor(scored.input_log_probs), expected, atol=ATOL, rtol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(0, 3)), min_size=2, max_size=14),

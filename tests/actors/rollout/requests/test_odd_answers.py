@@ -16,7 +16,7 @@ from tests.support.spoiling_proxy import Case
 from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_model
 
-pytestmark = [pytest.mark.anyio]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # an engine starts, for all tests
 
 NO_WATCH: Final = TokenTimeouts(first_s=600.0, next_s=600.0)
 LIMIT_S: Final = 150.0
@@ -35,7 +35,6 @@ def engine(model: Path) -> Iterator[str]:
         yield engine.url
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the_end(
     engine: str, model: Path, dispatch_by: str | None

@@ -49,7 +49,7 @@ from tests.support.tiny_client import EngineClient
 from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_tokenizer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
 
 Tensors = dict[str, Tensor]
 NOISE: Final = 0.3  # in the model's weights, so that its log-probs depend on them

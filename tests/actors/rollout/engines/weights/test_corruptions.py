@@ -19,7 +19,7 @@ from tests.support.corruptions import KEY, Case, Version, cases, flipped, random
 from tests.support.tiny_engine import running_engine
 from tests.support.weight_line import ENGINE, Halves, Transport, as_it_is, drawn
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # an engine starts, for all tests
 
 KINDS: Final = (
     *("high byte", "lowest bit", "zeros", "stale", "wrong dtype", "swapped"),
@@ -65,7 +65,6 @@ async def test_a_corruption_is_caught_and_the_next_session_is_right(
     await halves.leave()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("transport", "seed"), [("collective", 1), pytest.param("ipc", 2, marks=pytest.mark.nightly)])
 async def test_random_corruptions_are_caught(
