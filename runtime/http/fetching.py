@@ -1,34 +1,30 @@
 """Fetches weight versions and other files from the rooms of other nodes, piece by piece, on some threads.
 
-Each piece is compared with its sum before it is stored, so a stored piece is right, whichever node sent it. A node that
-sends wrong bytes is named and left out. What was stored before a crash, or from a node that died, is kept. A request
-goes to peers before home: each piece leaves home once or a few times, and then spreads between the others.
+Each piece is compared with its sum before it is stored, so a stored piece is right, whichever node sent it. What was
+stored before a crash, or from a node that died, is kept. Which piece comes from which node: `planning`.
 """
 
 import hashlib
-import http.client
 import os
-import random
 import shutil
-import socket
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from random import Random
+from threading import Condition, Lock
+from typing import Final, NamedTuple
 
+import numpy as np
 import structlog
 
-from runtime.bus.nats.certificate import NAME, client_context
-from runtime.http.connections import SCHEME
-from runtime.http.room import Offered, Room, RoomAddress, shown
+from runtime.http.asking import Asking
+from runtime.http.planning import HOME, Flags, Plan, Request
+from runtime.http.room import Offered, Room, RoomAddress
 from runtime.models.delta import Version
 from runtime.models.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     FetchFailed,
     Manifest,
     ManifestFile,
@@ -42,27 +38,11 @@ from runtime.util.files import begin_directory, complete_directory, hidden_name,
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 STREAMS: Final = 4  # pieces that are fetched at a time
-PEERS_TRIED: Final = 3  # before home
-CONNECT_S: Final = 5.0
-READ_S: Final = 10.0  # between two parts of an answer
-PIECE_S: Final = 120.0  # for a piece: a node that sends a byte now and then holds nothing up
-STALL_S: Final = 60.0  # without a byte from any node
-GONE_S: Final = 5.0  # the same, if home has deleted the version
-AGAIN_S: Final = 0.05  # after a round in which no node had the piece
-MISSED_S: Final = 0.2  # before the next request to a node that lacks a piece, or is busy
-FAILED_S: Final = 2.0  # before the next request to a node that cannot be reached
+LOOK_S: Final = 0.1  # between two questions to a peer which pieces it has
+LOOK_EACH_S: Final = 0.02  # the same, for each peer: many peers are asked less often
+WAIT_S: Final = 0.05  # for another piece at a peer
 KEEP_VERSIONS: Final = 2
-PART_BYTES: Final = 1 << 20
-REASON_CHARS: Final = 200
-
-
-class _Missed(Exception):
-    """A node answered that it does not send the bytes now."""
-
-
-_Piece = tuple[ManifestFile, int]  # and its index
 
 
 class _Wanted(NamedTuple):
@@ -78,19 +58,26 @@ class Fetcher:
 
     Args:
         root: directory of the versions, of this node alone.
+        node: this node.
         room: of this node: it serves what was verified.
         known: returns the rooms of the other nodes, as known now.
         show: prints a line for the user.
     """
 
     def __init__(
-        self, root: Path, room: Room, known: Callable[[], Sequence[RoomAddress]], show: Callable[[str], None]
+        self,
+        root: Path,
+        node: str,
+        room: Room,
+        known: Callable[[], Sequence[RoomAddress]],
+        show: Callable[[str], None],
     ) -> None:
         self.root = root
+        self._node = node
         self._room = room
         self._known = known
         self._show = show
-        self._active: set[_Asking] = set()
+        self._active: set[Asking] = set()
         for place in (*(place for _, place in versions_in(root)), *root.glob("files/[!.]*")):
             self._seed(place)
 
@@ -105,8 +92,8 @@ class Fetcher:
             asking.stop()
 
     @contextmanager
-    def _asking_rooms(self) -> Generator["_Asking"]:
-        asking = _Asking(self._known, self._show)
+    def _asking_rooms(self) -> Generator[Asking]:
+        asking = Asking(self._known, self._show)
         self._active.add(asking)
         try:
             yield asking
@@ -160,18 +147,16 @@ class Fetcher:
             raise FetchFailed(f"the manifest {wanted.digest} is not of a version", unusable=True)
         return self.root / name_of(version.number)
 
-    def _wanted(self, digest: str, asking: "_Asking") -> _Wanted:
+    def _wanted(self, digest: str, asking: Asking) -> _Wanted:
         for _, place in versions_in(self.root):
             if (found := _manifest_at(place, digest)) is not None:
                 return found
         return self._asked(digest, asking)
 
-    def _asked(self, digest: str, asking: "_Asking") -> _Wanted:
-        return asking.until_right(
-            "the manifest", digest, lambda content: _Wanted(digest, manifest_in(content, digest), content)
-        )
+    def _asked(self, digest: str, asking: Asking) -> _Wanted:
+        return asking.manifest(digest, lambda content: _Wanted(digest, manifest_in(content, digest), content))
 
-    def _complete(self, place: Path, wanted: _Wanted, asking: "_Asking", *, verifies: bool) -> None:
+    def _complete(self, place: Path, wanted: _Wanted, asking: Asking, *, verifies: bool) -> None:
         """Have a version, or other files, complete on the disk, and serve them."""
         manifest = wanted.manifest
         if place.exists():
@@ -184,28 +169,9 @@ class Fetcher:
         needed = sum(manifest.size_of(file, each) for file in manifest.files for each in _absent(file, there))
         if needed > free_bytes(partial):
             raise no_space(place, needed)
-        self._room.offer(
-            {
-                file.digest: Offered(partial / file.name, file.size_bytes, manifest.piece_bytes, there[file.name])
-                for file in manifest.files
-            }
-        )
-        todo = [(file, piece) for file in manifest.files for piece in _absent(file, there)]
-        random.shuffle(todo)  # nodes that begin together fetch different pieces first, and then each other's
-
-        def fetch(each: _Piece) -> None:
-            file, piece = each
-            content = asking.piece(manifest, file, piece)
-            opened = os.open(partial / file.name, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                os.pwrite(opened, content, piece * manifest.piece_bytes)
-            finally:
-                os.close(opened)
-            there[file.name].add(piece)
-
-        with ThreadPoolExecutor(max_workers=STREAMS, thread_name_prefix="fetch") as executor:
-            for _ in executor.map(asking.unless_failed(fetch), todo):
-                pass
+        pieces = _Pieces(partial, wanted, there, self._node)
+        self._room.offer(pieces.offers())
+        pieces.fetch(asking)
         complete_directory(partial, place)
         self._seed(place)
         took_s = time.perf_counter() - begin
@@ -235,11 +201,117 @@ class Fetcher:
                 shutil.rmtree(place, ignore_errors=True)
 
 
+class _Pieces:
+    """The pieces of one fetch: fetches what is missing, on some threads, and offers what is there.
+
+    Args:
+        directory: of the files, which have their sizes already.
+        wanted: what is fetched.
+        there: indices of the pieces that are there, by the name of their file.
+        node: this node.
+    """
+
+    def __init__(self, directory: Path, wanted: _Wanted, there: Mapping[str, set[int]], node: str) -> None:
+        self._directory = directory
+        self._wanted = wanted
+        self._there = there
+        self._pieces = [(file, piece) for file in wanted.manifest.files for piece in range(len(file.pieces))]
+        has_P = np.array([piece in there[file.name] for file, piece in self._pieces], dtype=np.bool_)
+        self._plan = Plan([file.pieces[piece] for file, piece in self._pieces], has_P, node, Random())
+        self._changed = Condition()
+        self._looking = Lock()
+        self._looked: dict[str, float] = {}  # when a peer was asked what it has, by its secret
+        self._has_failed = False
+
+    def offers(self) -> dict[str, Offered]:
+        """Return what a room offers of the files while they are fetched: the pieces that are there."""
+        directory, (digest, manifest, content) = self._directory, self._wanted
+        held = Offered(directory / MANIFEST, len(content), held=lambda: _bits(self._plan.has_P))
+        files = {
+            file.digest: Offered(
+                directory / file.name, file.size_bytes, manifest.piece_bytes, pieces=self._there[file.name]
+            )
+            for file in manifest.files
+        }
+        return {digest: held, **files}
+
+    def fetch(self, asking: Asking) -> None:
+        """Fetch all missing pieces.
+
+        Raises:
+            FetchFailed: no node sent one of them.
+            OSError: one cannot be stored.
+        """
+        if self._plan.is_complete:
+            return
+        with ThreadPoolExecutor(max_workers=STREAMS, thread_name_prefix="fetch") as executor:
+            for _ in executor.map(self._work, [asking] * STREAMS):
+                pass
+
+    def _work(self, asking: Asking) -> None:
+        try:
+            while not self._has_failed and not self._plan.is_complete:
+                self._look(asking)
+                rooms = asking.able()
+                with self._changed:
+                    ready = [name for name, room in rooms.items() if asking.is_ready(room)]
+                    request = self._plan.choose(time.monotonic(), [name for name in rooms if name != HOME], ready)
+                    if request is None:
+                        asking.check(self._shown(self._plan.first_missing))
+                        self._changed.wait(WAIT_S)
+                        continue
+                self._carry_out(request, rooms[request.peer], asking)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _carry_out(self, request: Request, room: RoomAddress, asking: Asking) -> None:
+        begin, (file, piece) = time.monotonic(), self._pieces[request.piece]
+        content = asking.piece(room, self._wanted.manifest, file, piece)
+        if content is not None:
+            opened = os.open(self._directory / file.name, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.pwrite(opened, content, piece * self._wanted.manifest.piece_bytes)
+            finally:
+                os.close(opened)
+            self._there[file.name].add(piece)
+        with self._changed:
+            if content is None:
+                self._plan.note_failed(request)
+            else:
+                self._plan.note_got(request, time.monotonic() - begin)
+            self._changed.notify_all()
+
+    def _look(self, asking: Asking) -> None:
+        """Ask peers which pieces they have, unless another thread does, or they were asked just now."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            rooms = asking.able()
+            every_s = max(LOOK_S, LOOK_EACH_S * len(rooms))
+            for name, room in rooms.items():
+                is_due = time.monotonic() - self._looked.get(room.secret, -every_s) >= every_s
+                if room.is_home or not is_due or not self._plan.needs(name):
+                    continue
+                held_P = asking.held(room, self._wanted.digest, len(self._pieces))
+                self._looked[room.secret] = time.monotonic()
+                with self._changed:
+                    self._plan.note_held(name, held_P, time.monotonic())
+                    self._changed.notify_all()
+        finally:
+            self._looking.release()
+
+    def _shown(self, number: int) -> str:
+        file, piece = self._pieces[number]
+        return f"piece {piece} of {file.name} of {self._wanted.manifest.shown}"
+
+
 def offers_of(place: Path, digest: str, manifest: Manifest) -> dict[str, Offered]:
     """Return what a room offers of a complete version."""
     size_bytes = (place / MANIFEST).stat().st_size
     files = {file.digest: Offered(place / file.name, file.size_bytes) for file in manifest.files}
-    return {digest: Offered(place / MANIFEST, size_bytes), **files}
+    held = _bits(np.ones(sum(len(file.pieces) for file in manifest.files), dtype=np.bool_))
+    return {digest: Offered(place / MANIFEST, size_bytes, held=lambda: held), **files}
 
 
 class Published:
@@ -267,180 +339,6 @@ class Published:
         return {digest: offered for each in self._known.values() for digest, offered in each.items()}
 
 
-class _Asking:
-    """Asks rooms for bytes until one sends the right ones, or none sends anything for a while."""
-
-    def __init__(self, known: Callable[[], Sequence[RoomAddress]], show: Callable[[str], None]) -> None:
-        self.bytes_from = Counter[str]()
-        self._known = known
-        self._show = show
-        self._moved = time.monotonic()  # when bytes came last
-        self._failed = self._is_stopped = False
-        self._left_out: dict[str, str] = {}  # by the secret of a room's start: what was wrong
-        self._resting: dict[str, float] = {}  # until when, by the secret
-        self._said: dict[str, str] = {}  # by node: why it did not send bytes last
-        self._has_wrong_home = False
-        self._is_gone = False  # home answered last that it does not have the bytes
-        self._opened: list[http.client.HTTPConnection] = []
-        self._local = threading.local()
-
-    def stop(self) -> None:
-        """Fail: the caller is not interested any more."""
-        self._is_stopped = self._failed = True
-
-    def close(self) -> None:
-        """Close all connections."""
-        for connection in self._opened:
-            connection.close()
-
-    def unless_failed(self, call: "Callable[[_Piece], None]") -> "Callable[[_Piece], None]":
-        """Return a call that does nothing once another one has failed."""
-
-        def called(each: _Piece) -> None:
-            if self._is_stopped:
-                raise FetchFailed("the fetch was stopped")
-            if self._failed:
-                return
-            try:
-                call(each)
-            except BaseException:
-                self._failed = True
-                raise
-
-        return called
-
-    def piece(self, manifest: Manifest, file: ManifestFile, piece: int) -> bytes:
-        """Return the bytes of a piece, as announced."""
-        begin, size = piece * manifest.piece_bytes, manifest.size_of(file, piece)
-
-        def compared(content: bytes) -> bytes:
-            found = hashlib.sha256(content).hexdigest()
-            if found != file.pieces[piece]:
-                raise ValueError(f"its sha256 is {found}, expected {file.pieces[piece]}")
-            return content
-
-        what = f"piece {piece} of {file.name} of {manifest.shown}"
-        return self.until_right(what, file.digest, compared, (begin, size))
-
-    def until_right(self, what: str, digest: str, read: Callable[[bytes], T], part: tuple[int, int] | None = None) -> T:
-        """Ask one room after another.
-
-        Args:
-            what: names the bytes in messages.
-            digest: path of the bytes.
-            read: reads the bytes; raises ValueError if they are wrong.
-            part: first byte and number of bytes; None: all.
-
-        Raises:
-            FetchFailed: no room has sent anything for STALL_S, or all sent wrong bytes.
-        """
-        while True:
-            for source in self._sources():
-                try:
-                    content = self._ask(source, digest, part)
-                    found = read(content)
-                except _Missed as error:
-                    self._rest(source, MISSED_S, str(error))
-                except (OSError, http.client.HTTPException) as error:  # also a certificate that is not the room's
-                    self._drop(source)
-                    self._rest(source, FAILED_S, f"{type(error).__name__}: {error}")
-                except ValueError as error:
-                    self._leave_out(source, f"{what}: {error}")
-                else:
-                    self.bytes_from[source.node] += len(content)
-                    return found
-            stalled_s = time.monotonic() - self._moved
-            limit_s = GONE_S if self._is_gone else STALL_S
-            if self._failed or stalled_s > limit_s or self._are_all_wrong():
-                reasons = "; ".join(f"{node}: {why}" for node, why in sorted(self._said.items()))
-                message = f"{what} did not come from any node for {stalled_s:.0f} s: {reasons or 'no node has a room'}"
-                raise FetchFailed(message, unusable=self._has_wrong_home)
-            time.sleep(AGAIN_S)
-
-    def _sources(self) -> list[RoomAddress]:
-        """Return some peers in any order, then home."""
-        now = time.monotonic()
-        able = [
-            each
-            for each in self._known()
-            if each.secret not in self._left_out and self._resting.get(each.secret, 0.0) <= now
-        ]
-        peers = [each for each in able if not each.is_home]
-        return [*random.sample(peers, min(PEERS_TRIED, len(peers))), *(each for each in able if each.is_home)]
-
-    def _are_all_wrong(self) -> bool:
-        known = self._known()
-        return bool(known) and all(each.secret in self._left_out for each in known)
-
-    def _leave_out(self, source: RoomAddress, why: str) -> None:
-        """Ask a room no more: it sent wrong bytes."""
-        if source.secret in self._left_out:
-            return
-        self._left_out[source.secret] = self._said[shown(source)] = f"sent wrong bytes: {why}"
-        self._has_wrong_home |= source.is_home
-        self._drop(source)
-        log.error("source_left_out", node=source.node, host=source.host, port=source.port, reason=why)
-        self._show(f"{shown(source)} sent wrong bytes and is left out: {why}")
-
-    def _rest(self, source: RoomAddress, seconds: float, why: str) -> None:
-        self._resting[source.secret] = time.monotonic() + seconds
-        self._said[shown(source)] = why[:REASON_CHARS]
-
-    def _ask(self, source: RoomAddress, digest: str, part: tuple[int, int] | None) -> bytes:
-        headers = {"Authorization": f"{SCHEME}{source.secret}"}
-        if part is not None:
-            headers["Range"] = f"bytes={part[0]}-{part[0] + part[1] - 1}"
-        connection = self._connection(source)
-        connection.request("GET", f"/{digest}", headers=headers)
-        response = connection.getresponse()
-        size = int(response.headers.get("Content-Length") or 0)
-        if response.status != (200 if part is None else 206):
-            text = response.read(REASON_CHARS).decode(errors="replace").strip()
-            if size > REASON_CHARS:
-                self._drop(source)
-            if source.is_home:
-                self._is_gone = response.status == http.HTTPStatus.NOT_FOUND
-            raise _Missed(f"it answered {response.status}: {text}")
-        if size != part[1] if part is not None else size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it sent {size} bytes" + (f", expected {part[1]}" if part else ""))
-        return self._read(response, size)
-
-    def _read(self, response: http.client.HTTPResponse, size: int) -> bytes:
-        content, filled, ends = memoryview(bytearray(size)), 0, time.monotonic() + PIECE_S
-        while filled < size:
-            number = response.readinto(content[filled : filled + PART_BYTES])
-            if not number:
-                raise ConnectionError("it closed the connection in the middle of an answer")
-            filled += number
-            self._moved = time.monotonic()
-            if self._moved > ends:
-                raise TimeoutError(f"it sent {filled} of {size} bytes in {PIECE_S:g} s")
-        response.read()  # the connection is free for the next request
-        return bytes(content)
-
-    def _connection(self, source: RoomAddress) -> http.client.HTTPConnection:
-        known: dict[str, http.client.HTTPConnection] = self._local.__dict__.setdefault("connections", {})
-        if source.secret not in known:
-            plain = socket.create_connection((source.host, source.port), timeout=CONNECT_S)
-            try:
-                secured = client_context(source.certificate).wrap_socket(plain, server_hostname=NAME)
-            except BaseException:
-                plain.close()
-                raise
-            secured.settimeout(READ_S)
-            known[source.secret] = connection = http.client.HTTPConnection(source.host, source.port)
-            connection.sock = secured
-            connection.auto_open = 0  # it would connect again without TLS
-            self._opened.append(connection)
-        return known[source.secret]
-
-    def _drop(self, source: RoomAddress) -> None:
-        known: dict[str, http.client.HTTPConnection] = self._local.__dict__.setdefault("connections", {})
-        connection = known.pop(source.secret, None)
-        if connection is not None:
-            connection.close()
-
-
 def _begun(place: Path, wanted: _Wanted) -> Path:
     """Return the hidden directory of a version with files of the right sizes; keep what a crash left of it."""
     partial = hidden_name(place)
@@ -461,6 +359,11 @@ def _manifest_at(place: Path, digest: str) -> _Wanted | None:
         return _Wanted(digest, manifest_in(content, digest), content)
     except (OSError, ValueError):  # another one
         return None
+
+
+def _bits(has_P: Flags) -> bytes:
+    """Return a bit for each piece."""
+    return np.packbits(has_P).tobytes()
 
 
 def _absent(file: ManifestFile, there: Mapping[str, Collection[int]]) -> list[int]:

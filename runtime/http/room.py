@@ -1,7 +1,8 @@
 """The read-only room of a node: an HTTP server that gives other nodes of the run what was announced, by its digest.
 
 A path is a digest, and only digests that were offered are answered. A digest leads to a file by a table in memory, so
-no request names a file. A file that is still being fetched is served as far as its pieces were verified.
+no request names a file. A file that is still being fetched is served as far as its pieces were verified, and a peer
+may ask which ones these are.
 """
 
 import os
@@ -25,6 +26,7 @@ from runtime.util.secrets import Secret
 
 MAX_ANSWERS: Final = 8  # with content at a time; a further request gets 503, and asks another node or again
 PART_BYTES: Final = 1 << 20  # read from the disk at a time
+PIECES: Final = "/pieces"  # after a manifest's digest
 HEADERS: Final = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -46,6 +48,7 @@ class Offered(NamedTuple):
     size_bytes: int
     piece_bytes: int = 0  # size of its pieces; 0: the file is complete
     pieces: Collection[int] = ()  # indices of the pieces that are there
+    held: Callable[[], bytes] | None = None  # of a manifest: a bit for each piece of its files that is there
 
 
 class Room:
@@ -76,6 +79,7 @@ class Room:
         """Return the application to serve."""
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         application.router.add_get("/{digest:[0-9a-f]{64}}", self._file)
+        application.router.add_get("/{digest:[0-9a-f]{64}}" + PIECES, self._held)
         return application
 
     @web.middleware
@@ -84,6 +88,13 @@ class Room:
             return _refused(401, "This room is for the nodes of its run.")
         trust(request)
         return await handler(request)
+
+    async def _held(self, request: web.Request) -> web.Response:
+        """Answer which pieces of a manifest's files are here: a bit each, in the manifest's order."""
+        offered = self._offered.get(request.match_info["digest"])
+        if offered is None or offered.held is None:
+            return _refused(404, "No files of this digest are fetched here.")
+        return web.Response(body=offered.held(), content_type="application/octet-stream", headers=HEADERS)
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]

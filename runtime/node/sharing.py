@@ -48,7 +48,9 @@ class Sharing:
         published = Published([run_dir / WEIGHTS / each for each in SERIES])
         self._room = Room(published.look) if is_home else Room()
         self._root = run_dir / FETCHED / node
-        self._fetchers = {each: Fetcher(self._root / each, self._room, lambda: self._others, show) for each in SERIES}
+        self._fetchers = {
+            each: Fetcher(self._root / each, node, self._room, lambda: self._others, show) for each in SERIES
+        }
 
     def fetches(self, manifest: str) -> bool:
         """Whether this node fetches a version; otherwise it reads the published files."""

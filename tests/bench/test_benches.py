@@ -38,6 +38,7 @@ TINY = {
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
+    "rooms": "--megabytes 20 --pairs 1 --nodes 2",
     "roster": "--members 8 --idle-s 0.2",
     "samples": "--tokens 512 --streams 2 --spills 2",
     "listener": "--sessions 4 --answer-s 0.2 --seconds 1",
@@ -54,7 +55,7 @@ TINY = {
 }
 NIGHTLY = """
     ahead attention batches delta demo dispatch durability engine judged ledger listener long_tail lora memory
-    nodes observed observer pipeline ray reward save sessions sglang source step trainer transformers transports
+    nodes observed observer pipeline ray reward rooms save sessions sglang source step trainer transformers transports
     trl weight_export weights
 """.split()  # over a CPU second each; CI runs the others, and parts of ledger and long_tail below
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}

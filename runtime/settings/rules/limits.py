@@ -197,8 +197,8 @@ LIMITS: Final = (
         "Engines that do not join must fail the weight sync before the other ranks' collective fails the trainer.",
     ),
     Limit(
-        _side("runtime.http.fetching.CONNECT_S", "runtime.http.fetching.READ_S"),
-        _side("runtime.http.fetching.STALL_S"),
+        _side("runtime.http.asking.CONNECT_S", "runtime.http.asking.READ_S"),
+        _side("runtime.http.asking.STALL_S"),
         "A fetch must have asked a second node before it gives a version up.",
     ),
 )

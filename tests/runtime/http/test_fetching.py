@@ -4,20 +4,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 import msgspec
 import pytest
 
 from actors.trainer.weights.publish import Published as Version_
 from actors.trainer.weights.publish import Versions
-from runtime.http import fetching
+from runtime.http import asking, planning
 from runtime.http.fetching import Fetcher, Published
-from runtime.http.room import Room, RoomAddress, open_room
+from runtime.http.room import Offered, Room, RoomAddress, open_room
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import make_copy
 from runtime.models.delta import Version
@@ -45,6 +46,21 @@ async def main():
 
 anyio.run(main)
 """
+PEER = """
+import sys, anyio, msgspec
+from pathlib import Path
+from runtime.http.fetching import Fetcher
+from runtime.http.room import Room, open_room
+
+async def main():
+    room = Room()
+    Fetcher(Path(sys.argv[1]), sys.argv[2], room, list, print)
+    async with open_room(room, sys.argv[2], "127.0.0.1", "127.0.0.1", is_home=False) as address:
+        print(msgspec.json.encode(address).decode(), flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
 CLIENT = """
 import sys, msgspec
 from pathlib import Path
@@ -52,7 +68,7 @@ from runtime.http.fetching import Fetcher
 from runtime.http.room import Room, RoomAddress
 
 address = msgspec.json.decode(sys.stdin.readline(), type=RoomAddress)
-Fetcher(Path(sys.argv[1]), Room(), lambda: [address], print).fetch(sys.argv[2])
+Fetcher(Path(sys.argv[1]), "n1", Room(), lambda: [address], print).fetch(sys.argv[2])
 """
 
 
@@ -81,7 +97,7 @@ class Node:
         self.shown: list[str] = []
         self.room = Room()
         self.root = root
-        self.fetcher = Fetcher(root, self.room, lambda: self.known, self.shown.append)
+        self.fetcher = Fetcher(root, root.name, self.room, lambda: self.known, self.shown.append)
 
     async def fetch(self, digest: str, *, verifies: bool = False) -> Path:
         return await anyio.to_thread.run_sync(lambda: self.fetcher.fetch(digest, verifies=verifies))
@@ -143,8 +159,8 @@ async def test_a_version_that_home_itself_does_not_have_as_announced_is_unusable
 async def test_a_node_without_a_source_ends_its_wait_and_names_who_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "STALL_S", 0.3)
-    monkeypatch.setattr(fetching, "GONE_S", 0.3)
+    monkeypatch.setattr(asking, "STALL_S", 0.3)
+    monkeypatch.setattr(asking, "GONE_S", 0.3)
     digest = published(tmp_path / "weights")
     async with home(tmp_path / "weights") as address:
         other = await _another_room()
@@ -166,9 +182,11 @@ async def _another_room() -> RoomAddress:
 
 
 @asynccontextmanager
-async def serving(root: Path, name: str) -> AsyncGenerator[tuple[anyio.abc.Process, RoomAddress]]:
+async def serving(
+    root: Path, name: str, program: str = SERVER
+) -> AsyncGenerator[tuple[anyio.abc.Process, RoomAddress]]:
     """A room in a process of its own."""
-    command = [sys.executable, "-c", SERVER, str(root), name]
+    command = [sys.executable, "-c", program, str(root), name]
     async with await anyio.open_process(command, stderr=None) as process:
         assert process.stdout is not None
         line = b""
@@ -203,6 +221,101 @@ async def test_a_source_that_is_killed_in_the_middle_costs_what_was_on_its_way(t
             node.known = [back]
             await eventually(lambda: bool(fetched))
     assert is_same(fetched[0], tmp_path / "weights" / "v000001")
+
+
+@pytest.mark.parametrize("killed", ["home", "n1"])
+async def test_a_fetch_from_two_goes_on_with_the_other_when_one_is_killed(tmp_path: Path, killed: str) -> None:
+    digest = published(tmp_path / "weights", size=800 * PIECE)
+    shutil.copytree(tmp_path / "weights", tmp_path / "n1")
+    node, fetched = Node(tmp_path / "n2"), list[Path]()
+    partial = hidden_name(tmp_path / "n2" / "v000001") / "model.safetensors"
+
+    async def fetch() -> None:
+        fetched.append(await node.fetch(digest))
+
+    async with (
+        serving(tmp_path / "weights", "home") as home_of_run,
+        serving(tmp_path / "n1", "n1", PEER) as peer,
+        anyio.create_task_group() as tasks,
+    ):
+        node.known = [home_of_run[1], peer[1]]
+        tasks.start_soon(fetch)
+        await eventually(lambda: partial.exists() and partial.stat().st_blocks > 0)
+        process, _ = home_of_run if killed == "home" else peer
+        process.kill()
+        await process.wait()
+        assert not fetched
+        await eventually(lambda: bool(fetched))
+    assert is_same(fetched[0], tmp_path / "weights" / "v000001")
+    assert node.shown == []  # a death is no lie
+
+
+async def test_a_fetch_whose_only_source_is_killed_fails_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "STALL_S", 0.5)
+    digest = published(tmp_path / "weights", size=800 * PIECE)
+    partial = hidden_name(tmp_path / "n1" / "v000001") / "model.safetensors"
+    async with serving(tmp_path / "weights", "home") as (process, address), anyio.create_task_group() as tasks:
+
+        async def fetch() -> None:
+            with pytest.raises(
+                FetchFailed,
+                match=rf"piece .* of version 1 did not come from any .* node home \(127.0.0.1:{address.port}\): ",
+            ):
+                await Node(tmp_path / "n1", [address]).fetch(digest)
+
+        tasks.start_soon(fetch)
+        await eventually(lambda: partial.exists() and partial.stat().st_blocks > 0)
+        process.kill()
+
+
+async def test_a_peer_that_is_silent_is_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "CONNECT_S", 0.2)
+    digest = published(tmp_path / "weights")
+    async with home(tmp_path / "weights") as right, await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)  # connections are opened, and nothing is sent
+        silent = msgspec.structs.replace(await _another_room(), port=port)
+        node = Node(tmp_path / "n1", [right, silent])
+        assert is_same(await node.fetch(digest), tmp_path / "weights" / "v000001")
+    assert len(node.shown) == 1
+    assert node.shown[0].startswith(f"node n9 (127.0.0.1:{port}) was silent and is left out: ")
+
+
+async def test_a_peer_that_announces_what_it_does_not_send_is_named_and_left_out(tmp_path: Path) -> None:
+    digest = published(tmp_path / "weights")
+    content = (tmp_path / "weights" / "v000001" / "manifest.json").read_bytes()
+    liar = Node(tmp_path / "n1")
+    liar.room.offer({digest: Offered(tmp_path / "weights" / "v000001" / "manifest.json", len(content), held=_all)})
+    async with home(tmp_path / "weights") as right, liar.open("n1") as wrong:
+        node = Node(tmp_path / "n2", [right, wrong])
+        assert is_same(await node.fetch(digest), tmp_path / "weights" / "v000001")
+    assert len(node.shown) == 1
+    assert node.shown[0].startswith(f"node n1 (127.0.0.1:{wrong.port}) announced pieces that it does not send and is ")
+
+
+def _all() -> bytes:
+    return b"\xff" * -(-(SIZE // PIECE + 2) // 8)  # a bit for each piece of both files with content
+
+
+async def test_four_nodes_at_once_cost_home_less_than_two_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "STILL_S", 60.0)  # on a busy machine
+    digest = published(tmp_path / "weights", size=120 * PIECE)
+    nodes = [Node(tmp_path / f"n{number}") for number in range(1, 5)]
+    room = Room(Published([tmp_path / "weights"]).look)
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(node.open(node.root.name)) for node in nodes]
+        at_home = await stack.enter_async_context(open_room(room, "home", "127.0.0.1", "127.0.0.1", is_home=True))
+        async with anyio.create_task_group() as tasks:
+            for node, own in zip(nodes, addresses, strict=True):
+                node.known = [at_home, *(each for each in addresses if each is not own)]
+                tasks.start_soon(node.fetch, digest)
+    for node in nodes:
+        assert is_same(node.root / "v000001", tmp_path / "weights" / "v000001")
+        assert node.shown == []
+    assert room.sent_bytes < 2 * 120 * PIECE
 
 
 async def test_a_node_that_is_killed_in_the_middle_has_nothing_under_its_name_and_goes_on(tmp_path: Path) -> None:
