@@ -213,6 +213,7 @@ class Leader:
     async def _train_step(self) -> None:
         begin = time.perf_counter()
         fed, precompute_metrics = self._precomputer.put_into(await self._next_batch())
+        self._feed.release(fed.refs)
         waited_s = time.perf_counter() - begin - self._fetch_s
         replay = self.step < self._frontier
         await self._colocation.take(self.step)

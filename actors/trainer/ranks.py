@@ -2,12 +2,14 @@
 
 A method that `on_all_ranks` decorates is such a call: rank 0 tells the other ranks its name and arguments, and then
 every rank carries it out. The other ranks `follow`. Calls go through the TCP store, where a wait may time out without
-being a failure: no rank waits for a call inside of a collective. A batch is too large for that, and is broadcast.
+being a failure: no rank waits for a call inside of a collective. A batch is too large for that, and is broadcast: its
+large columns one by one from the memory where they are into the memory where they stay, so that no rank holds them
+twice.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from threading import Event
@@ -17,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron.groups import Ranks
@@ -24,6 +27,7 @@ from actors.trainer.megatron.groups import Ranks
 POLL: Final = timedelta(seconds=2)  # longest wait for a call before the stop flag is checked
 STOP: Final = "stop"
 SHARED: Final = "shared"
+LARGE_BYTES: Final = 1 << 20  # a column of at least this size is broadcast on its own
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +35,13 @@ T = TypeVar("T")
 
 class UnknownCall(RuntimeError):
     """Rank 0 made a call that this rank does not have. The rank ends: it cannot take part in what follows."""
+
+
+class BatchParts(msgspec.Struct, frozen=True):
+    """A batch among the arguments of a call: what is broadcast of it."""
+
+    small_bytes: int  # size of the small columns, encoded together
+    large: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each large column, by name
 
 
 class Owner(Protocol):
@@ -47,7 +58,7 @@ class Method(NamedTuple):
 
     function: Callable[..., Any]
     signature: inspect.Signature  # without self
-    arguments: type[Any]  # struct of the arguments, by name; a batch is the number of its bytes
+    arguments: type[Any]  # struct of the arguments, by name; `BatchParts` for a batch
     batch: str  # name of the argument that is a batch; empty: none
 
 
@@ -84,7 +95,7 @@ def _method(function: Callable[..., Any]) -> Method:
     signature = inspect.signature(function)
     signature = signature.replace(parameters=list(signature.parameters.values())[1:])
     batch = next((name for name in signature.parameters if hints[name] is TrainBatch), "")
-    arguments = [(name, int if name == batch else hints[name]) for name in signature.parameters]
+    arguments = [(name, BatchParts if name == batch else hints[name]) for name in signature.parameters]
     return Method(function, signature, msgspec.defstruct(function.__name__, arguments), batch)
 
 
@@ -167,16 +178,17 @@ class RankCalls:
             UnknownCall: this rank does not have a call.
         """
         while (told := self._next()) is not None:
-            name, encoded = told
-            if name not in self._methods:
-                raise UnknownCall(
-                    f"rank {self._ranks.rank} has no call {name!r}; it has {', '.join(sorted(self.names))}"
-                )
-            owner, method = self._methods[name]
-            arguments = msgspec.structs.asdict(msgspec.msgpack.decode(encoded, type=method.arguments))
-            if method.batch:
-                arguments[method.batch] = decode_batch(self._broadcast(b"", arguments[method.batch]))
-            self._carry_out(owner, method, arguments)
+            self._follow_call(*told)
+
+    def _follow_call(self, name: str, encoded: bytes) -> None:
+        """Carry out one call of rank 0. Its batch is freed when it returns, before the next one comes."""
+        if name not in self._methods:
+            raise UnknownCall(f"rank {self._ranks.rank} has no call {name!r}; it has {', '.join(sorted(self.names))}")
+        owner, method = self._methods[name]
+        arguments = msgspec.structs.asdict(msgspec.msgpack.decode(encoded, type=method.arguments))
+        if method.batch:
+            arguments[method.batch] = self._receive_batch(arguments[method.batch])
+        self._carry_out(owner, method, arguments)
 
     def stop(self) -> None:
         """End the wait in `follow` at its next poll. Called from another thread."""
@@ -187,13 +199,25 @@ class RankCalls:
         return payload if self._ranks.world_size == 1 else self._broadcast(payload, size_bytes)
 
     def _tell(self, name: str, method: Method, arguments: dict[str, Any]) -> None:
-        payload = b""
-        if method.batch:  # each replica gets its share of the expert ids later
-            payload = encode_batch(replace(arguments[method.batch], routed_experts_N=None))
-            arguments = {**arguments, method.batch: len(payload)}
-        self._send(name, msgspec.msgpack.encode(method.arguments(**arguments)))
-        if method.batch:
-            self._broadcast(payload, len(payload))
+        if not method.batch:
+            self._send(name, msgspec.msgpack.encode(method.arguments(**arguments)))
+            return
+        batch: TrainBatch = arguments[method.batch]
+        columns = _columns_of(replace(batch, routed_experts_N=None))  # each replica gets its share of these later
+        large = {name: array for name, array in columns.items() if array.nbytes >= LARGE_BYTES}
+        small = _encoded(batch.step, {name: array for name, array in columns.items() if name not in large})
+        parts = BatchParts(len(small), {name: (array.dtype.str, array.shape) for name, array in large.items()})
+        self._send(name, msgspec.msgpack.encode(method.arguments(**{**arguments, method.batch: parts})))
+        self._broadcast(small, len(small))
+        for array in large.values():
+            self._broadcast_column(array)
+
+    def _receive_batch(self, parts: BatchParts) -> TrainBatch:
+        step, columns = _decoded(self._broadcast(b"", parts.small_bytes))
+        for name, (dtype, shape) in parts.large.items():
+            columns[name] = np.empty(shape, dtype=dtype)
+            self._broadcast_column(columns[name])
+        return TrainBatch(step=step, **columns)
 
     def _carry_out(self, owner: object, method: Method, arguments: dict[str, Any]) -> Any:
         self._is_busy = True
@@ -222,6 +246,20 @@ class RankCalls:
         self._num_calls += 1
         return f"call/{self._num_calls}"
 
+    def _broadcast_column(self, array: NDArray[Any]) -> None:
+        """Broadcast rank 0's column into the arrays of the other ranks."""
+        is_first = self._ranks.rank == 0
+        if is_first:  # torch wants memory that may be written, though it reads this
+            array = np.require(array, requirements=("C", "W"))
+        host = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        if self._device.type == "cpu":
+            dist.broadcast(host, src=0)
+            return
+        shared = host.to(self._device) if is_first else torch.empty_like(host, device=self._device)
+        dist.broadcast(shared, src=0)
+        if not is_first:
+            host.copy_(shared)
+
     def _broadcast(self, payload: bytes, size_bytes: int) -> bytes:
         shared = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         if self._ranks.rank == 0:
@@ -231,18 +269,27 @@ class RankCalls:
 
 
 def encode_batch(batch: TrainBatch) -> bytes:
-    """Encode a batch for rank 0's broadcast."""
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
-    arrays = {
-        name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items() if array is not None
-    }
-    return msgspec.msgpack.encode((batch.step, arrays))
+    """Encode a batch for a critic on ranks of its own."""
+    return _encoded(batch.step, _columns_of(batch))
 
 
 def decode_batch(data: bytes) -> TrainBatch:
-    """Decode a batch that rank 0 broadcast."""
-    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
-    columns: dict[str, Any] = {
-        name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()
-    }
+    """Decode a batch that was encoded."""
+    step, columns = _decoded(data)
     return TrainBatch(step=step, **columns)
+
+
+def _columns_of(batch: TrainBatch) -> dict[str, NDArray[Any]]:
+    """Return the columns that a batch has, by name."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
+    return {name: array for name, array in columns.items() if array is not None}
+
+
+def _encoded(step: int, columns: Mapping[str, NDArray[Any]]) -> bytes:
+    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items()}
+    return msgspec.msgpack.encode((step, arrays))
+
+
+def _decoded(data: bytes) -> tuple[int, dict[str, Any]]:
+    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
+    return step, {name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()}

@@ -264,7 +264,8 @@ class _Builder:
         segments = [segment for some in self._segments for segment in some]
         staleness_R = staleness_of(segments, self._step, self._steps_of_versions)
         mask = self._of_all_tokens(loss_mask_of(self._segments, staleness_R, self._masking))
-        log_probs_R = joined([segment.rollout_log_probs for segment in segments], np.float32)
+        log_probs_N = self._of_all_tokens(joined([segment.rollout_log_probs for segment in segments], np.float32))
+        log_probs_N *= mask
         baselines, baseline_lens = zip(*self._baselines, strict=True)
         response_lens, output_lens, input_lens, turns = zip(*self._sizes, strict=True)
         return TrainBatch(
@@ -278,9 +279,9 @@ class _Builder:
             truncated_B=np.array(truncated, dtype=np.uint8),
             left_out_B=np.array(left_out, dtype=np.uint8),
             lengths_B=np.array(lengths, dtype=np.int64),
-            tokens_N=np.concatenate(self._tokens).astype(np.int32),
+            tokens_N=np.concatenate(self._tokens).astype(np.int32, copy=False),
             loss_mask_N=mask,
-            rollout_log_probs_N=self._of_all_tokens(log_probs_R) * mask,
+            rollout_log_probs_N=log_probs_N,
             staleness_N=self._of_all_tokens(staleness_R, NOT_SAMPLED),
             named_rewards_B=np.array(self._named, dtype=np.float64) if self._reward_keys else None,
             baseline_rewards_B=np.array(baselines, dtype=np.float64),

@@ -1,7 +1,7 @@
 """Trainer's log reader: follows the log and prefetches the payloads of the next batch."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -241,6 +241,11 @@ class Feed:
         batch = self.history.batches.get(step)
         if batch is not None:
             await self._collect(batch.groups)
+
+    def release(self, refs: Iterable[GroupRef]) -> None:
+        """Drop the payloads of groups whose batch is laid out: it has a copy of what it needs."""
+        for ref in refs:
+            self._payloads.pop(ref.event_seq, None)
 
     def settle(self, step: int) -> None:
         """Drop batches below a step, and fetched payloads of closed groups."""

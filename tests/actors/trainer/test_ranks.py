@@ -1,18 +1,24 @@
 """Calls of rank 0: every rank has all of them, gets their arguments as they were, and ends at one that it has not."""
 
 import ast
+import queue
 import threading
+import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from actors.trainer import ranks
 from actors.trainer.commands import TrainerRank
 from actors.trainer.critic_rank import CriticRank
+from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.ranks import RankCalls, UnknownCall, decode_batch, encode_batch, methods_of, on_all_ranks
 from actors.trainer.weights.members import Membership
@@ -34,11 +40,20 @@ class Rank:
         self.calls = RankCalls(Ranks(rank=rank, world_size=2, store=store), CPU)
         self.calls.serve(self)
         self.done: list[Any] = []
+        self.taken: list[weakref.ref[TrainBatch]] = []
 
     @on_all_ranks
     def note(self, what: str, members: Membership, *, factor: float = 0.5, by_name: Mapping[str, int]) -> int:
         self.done.append((what, members, factor, by_name))
         return len(self.done)
+
+    @on_all_ranks
+    def take(self, number: int, batch: TrainBatch) -> None:
+        self.done.append((number, batch))
+
+    @on_all_ranks
+    def glance(self, batch: TrainBatch) -> None:
+        self.taken.append(weakref.ref(batch))
 
     @on_all_ranks
     def _again(self) -> None:
@@ -99,7 +114,7 @@ def test_another_rank_carries_out_what_rank_0_calls_with_the_same_arguments() ->
 def test_a_call_that_a_rank_has_not_ends_it() -> None:
     store = HashStore()
     store.set("call/1", msgspec.msgpack.encode(("nothing_like_it", b"")))
-    with pytest.raises(UnknownCall, match="rank 1 has no call 'nothing_like_it'; it has again, note"):
+    with pytest.raises(UnknownCall, match="rank 1 has no call 'nothing_like_it'; it has again, glance, note, take"):
         Rank(1, store).calls.follow()
 
 
@@ -115,6 +130,62 @@ def test_a_rank_that_waits_for_a_call_stops_when_it_is_told_to() -> None:
     rank.calls.stop()
     following.join(40)
     assert not following.is_alive()
+
+
+@pytest.mark.parametrize("large_bytes", [0, 300, 1 << 20])
+def test_a_batch_comes_to_other_ranks_as_it_is(monkeypatch: pytest.MonkeyPatch, large_bytes: int) -> None:
+    """All its columns are broadcast on their own, some are, or none."""
+    sent = queue.Queue[torch.Tensor]()
+
+    def broadcast(tensor: torch.Tensor, src: int) -> None:
+        assert src == 0
+        if threading.current_thread() is following:
+            tensor.copy_(sent.get(timeout=30))
+        else:
+            sent.put(tensor.clone())
+
+    monkeypatch.setattr(ranks, "LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    store, batches = HashStore(), [random_batch(step) for step in range(2)]
+    experts_N = np.ones((len(batches[1].tokens_N), 4), dtype=np.uint8)
+    batches[1] = replace(batches[1], routed_experts_N=experts_N, temperatures_N=batches[1].rollout_log_probs_N)
+    batches[0].tokens_N.flags.writeable = False  # as in a batch that was decoded
+    first, other = Rank(0, store), Rank(1, store)
+    following = threading.Thread(target=other.calls.follow)
+    following.start()
+    for number, batch in enumerate(batches):
+        first.take(number, batch)
+    first.calls.stop_others()
+    following.join(40)
+    assert sent.empty()
+    assert [number for number, _ in other.done] == [0, 1]
+    for batch, (_, found) in zip(batches, other.done, strict=True):
+        assert encode_batch(found) == encode_batch(replace(batch, routed_experts_N=None))
+    assert first.done[1][1] is batches[1]  # rank 0 keeps the expert ids, of which each replica gets its share later
+
+
+def test_a_rank_frees_a_batch_before_the_next_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had the old batch while it received the new one."""
+    store, alive = HashStore(), list[bool]()
+    first, other = Rank(0, store), Rank(1, store)
+
+    def broadcast(tensor: torch.Tensor, src: int) -> None:
+        if threading.current_thread() is following:
+            alive.append(bool(other.taken and other.taken[-1]()))
+            tensor.copy_(sent.get(timeout=30))
+        else:
+            sent.put(tensor.clone())
+
+    sent = queue.Queue[torch.Tensor]()
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    following = threading.Thread(target=other.calls.follow)
+    following.start()
+    for step in range(2):
+        first.glance(random_batch(step))
+    first.calls.stop_others()
+    following.join(40)
+    assert alive == [False, False]
+    assert len(other.taken) == 2
 
 
 def test_a_batch_comes_back_from_its_broadcast() -> None:

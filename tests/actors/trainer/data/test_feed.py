@@ -146,3 +146,16 @@ async def test_a_log_that_is_trimmed_while_a_trainer_starts_is_read_again_from_t
     await caught_up(feed)
     assert (feed.history.incarnation, feed.history.version, feed.history.covered) == (4, 7, newer.last_seq)
     assert found == []
+
+
+async def test_payloads_are_kept_until_their_batch_is_released(bus: Bus) -> None:
+    await publish_batch(bus, 0)
+    feed = await caught_up(Feed(bus))
+    fed = await feed.batch(0)
+    await bus.purge(Plane.DATA, below_seq=(await bus.state(Plane.DATA)).last_seq + 1)
+    again = await feed.batch(0)
+    assert (fed.lost, again.lost) == ((), ())
+    assert fed.batch is not None
+    feed.release(fed.refs)
+    assert (await feed.batch(0)).lost == fed.refs
+    assert len(fed.batch.tokens_N) == fed.batch.lengths_B.sum()  # the batch has its own copy
