@@ -1,7 +1,7 @@
 """Asks the rooms of other nodes for bytes, over one connection per thread and room, and remembers who does not send.
 
 A room that sends wrong bytes, nothing at all, or not the pieces that it announces is named and left out until the
-fetch ends. One that is busy or cannot be reached is asked again later. Home is left out for wrong bytes alone.
+fetch ends. The fetch comes back later to one that is busy or cannot be reached. Home is left out for wrong bytes alone.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ class Asking:
             raise FetchFailed(message, unusable=self._has_wrong_home)
 
     def _tried(self, room: RoomAddress, what: str, ask: Callable[[], object], *, is_announced: bool = False) -> bool:
-        """Ask a room. Return whether it sent what was asked for; if it did not, note what that makes of it.
+        """Ask a room. Return whether it sent the bytes; if it did not, note what that makes of it.
 
         Args:
             room: the room.

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 STREAMS: Final = 4  # pieces that are fetched at a time
 LOOK_S: Final = 0.1  # between two questions to a peer which pieces it has
-LOOK_EACH_S: Final = 0.02  # the same, for each peer: many peers are asked less often
+LOOK_EACH_S: Final = 0.02  # the same, for each peer: with many peers it takes longer
 WAIT_S: Final = 0.05  # for another piece at a peer
 KEEP_VERSIONS: Final = 2
 
@@ -220,7 +220,7 @@ class _Pieces:
         self._plan = Plan([file.pieces[piece] for file, piece in self._pieces], has_P, node, Random())
         self._changed = Condition()
         self._looking = Lock()
-        self._looked: dict[str, float] = {}  # when a peer was asked what it has, by its secret
+        self._looked: dict[str, float] = {}  # when a peer last said what it has, by its secret
         self._has_failed = False
 
     def offers(self) -> dict[str, Offered]:
@@ -283,7 +283,7 @@ class _Pieces:
             self._changed.notify_all()
 
     def _look(self, asking: Asking) -> None:
-        """Ask peers which pieces they have, unless another thread does, or they were asked just now."""
+        """Ask peers which pieces they have, unless another thread does, or they have just answered."""
         if not self._looking.acquire(blocking=False):
             return
         try:

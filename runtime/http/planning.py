@@ -60,7 +60,7 @@ def owners(nodes: Sequence[str], sums: Sequence[str]) -> NDArray[np.int64]:
 
 
 class Plan:
-    """The pieces of one fetch: those that are here, on their way and missing, and what the peers have of them.
+    """Pieces of one fetch: those that are here, on their way and missing, and what the peers have of them.
 
     Args:
         sums: sha256 of each piece, in hexadecimal digits.
