@@ -115,7 +115,10 @@ def _spans(topology: Topology) -> list[ProcessSpec]:
 
 
 def _sessions(topology: Topology, node: str) -> list[ProcessSpec]:
-    """Spec of the listener for agents, on each node with a rollout actor."""
+    """Specs of the listener for agents and of the process that holds their programs, on each node with a rollout actor.
+
+    The latter stops after the rollout actors, which stop their programs.
+    """
     num_actors = sum(place.node == node for place in rollout_places(topology))
     if not topology.rollout.agent.command or not num_actors:
         return []
@@ -125,7 +128,13 @@ def _sessions(topology: Topology, node: str) -> list[ProcessSpec]:
             name="sessions",
             command=(sys.executable, "-P", "-m", "actors.sessions", settings),
             env=OURS,
-        )
+        ),
+        ProcessSpec(
+            name="programs",
+            command=(sys.executable, "-P", "-m", "actors.sessions.programs", "{}"),
+            env=OURS,
+            tier=Tier.SERVICE,
+        ),
     ]
 
 

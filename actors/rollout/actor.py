@@ -42,7 +42,7 @@ from actors.rollout.samples.held import FOLLOWED, OF_OTHERS, Episodes
 from actors.rollout.samples.rollout_function import RolloutCalls, rollout_function_of
 from actors.rollout.samples.sampling_function import SamplingFunction
 from actors.rollout.samples.scoring import Scorer
-from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
+from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner, as_carried
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sessions.command import AgentPrograms
 from actors.rollout.sglang.client import SglangClient
@@ -216,7 +216,15 @@ class RolloutActor(Actor):
         self._share = share = ActorShare.of(topology, bus.name)
         self._ownership = Ownership(bus.kv, POLICY, bus.name)
         self._others = OtherActors(bus.kv, POLICY, bus.name, is_alone=share.is_alone)
-        self._tasks = TaskRunner(topology, bus, POLICY, self._target, is_alone=share.is_alone, ack_wait_s=ack_wait_s)
+        self._tasks = TaskRunner(
+            topology,
+            bus,
+            POLICY,
+            self._target,
+            is_alone=share.is_alone,
+            ack_wait_s=ack_wait_s,
+            continued=as_carried if self._agents is None else self._agents.left.continued,
+        )
         self._published = PublishedFiles(UpdateLimits.of(self._pool) if self._pool.verify != "never" else None)
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
@@ -487,6 +495,8 @@ class RolloutActor(Actor):
             while True:
                 received = await events.next()
                 self._episodes.note(received and received.message, self._bus.name)
+                if self._agents is not None:
+                    self._agents.left.note(received and received.message)
                 match received and received.message:
                     case RoundHalted(round=round):
                         running.halt(round)

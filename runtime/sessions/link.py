@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -143,6 +143,12 @@ class Connection:
             return False
         return True
 
+    async def until_closed(self) -> None:
+        """Wait until the other end is gone; what it still sends is dropped."""
+        with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            while True:
+                await self._stream.receive(READ_BYTES)
+
     async def messages(self, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
         """Yield messages until the other end is gone."""
         frames = FrameBuffer(MAX_FRAME_BYTES)
@@ -156,11 +162,11 @@ class Connection:
 
 
 @contextmanager
-def short_path(run_dir: Path) -> Generator[str]:
-    """Yield a path of the socket that is short enough for its address, whatever the directory's is."""
+def short_path(run_dir: Path, file: str = SOCKET_FILE) -> Generator[str]:
+    """Yield a path of a socket that is short enough for its address, whatever the directory's is."""
     directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{directory}/{SOCKET_FILE}"
+        yield f"/proc/self/fd/{directory}/{file}"
     finally:
         os.close(directory)
 
@@ -173,9 +179,9 @@ def is_own(stream: SocketStream) -> bool:
 
 
 @asynccontextmanager
-async def bound(run_dir: Path) -> AsyncGenerator[anyio.abc.Listener[SocketStream]]:
-    """Listen at the socket, which its user alone can reach."""
-    with short_path(run_dir) as path:
+async def bound(run_dir: Path, file: str = SOCKET_FILE) -> AsyncGenerator[anyio.abc.Listener[SocketStream]]:
+    """Listen at a socket, which its user alone can reach."""
+    with short_path(run_dir, file) as path:
         listener = await anyio.create_unix_listener(path, mode=0o600)
     async with listener:
         yield listener

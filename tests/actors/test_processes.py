@@ -9,7 +9,7 @@ from actors.processes import process_specs
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
-from runtime.settings.processes import ProcessSpec, RestartGroupSpec
+from runtime.settings.processes import ProcessSpec, RestartGroupSpec, Tier
 
 TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
@@ -375,12 +375,14 @@ def test_each_node_of_reward_has_a_reward_actor() -> None:
     assert [name for name in specs("laptop.toml", "local", *placed) if name.startswith("reward")] == ["reward.1"]
 
 
-def test_each_node_with_a_rollout_actor_has_a_listener_for_agents_if_there_are_any() -> None:
+def test_each_node_with_a_rollout_actor_has_a_listener_for_agents_and_holds_programs_if_there_are_any() -> None:
     agent = "rollout.agent={command = ['a'], sandbox = 'none'}"
     prompts = ("data.0.apply_chat_template=false",)
     assert "sessions" not in specs("laptop.toml", "local")
     found = specs("laptop.toml", "local", agent, *prompts)["sessions"]
     assert found.command[1:4] == ("-P", "-m", "actors.sessions")
     assert json.loads(found.command[4])["num_actors"] == 1
+    programs = specs("laptop.toml", "local", agent, *prompts)["programs"]
+    assert (programs.command[1:], programs.tier) == (("-P", "-m", "actors.sessions.programs", "{}"), Tier.SERVICE)
     two = ("engines.policy.num_engines=2", "rollout.nodes=['local','local']")
     assert json.loads(specs("laptop.toml", "local", agent, *prompts, *two)["sessions"].command[4])["num_actors"] == 2

@@ -23,7 +23,7 @@ MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
 Service = Callable[[list[int]], Awaitable[Any]]
 SET_HERE: Final = frozenset(  # attributes; another name is a user's misspelt one
     "prompt label metadata sample_metadata text reward rewards asking is_cut_off".split()
-    + "model index sampling evaluation starts_again reason key".split()  # of the first conversation
+    + "model index group_id sampling evaluation starts_again reason key".split()  # of the first conversation
 )
 
 
@@ -81,6 +81,17 @@ class Context:
     def ids(self) -> list[int]:
         """The tokens of the response so far: finished turns, and the input between and after them."""
         return [*self._sample.buffer.ids[: self._end_of(self._num_turns)].tolist(), *self._inputs]
+
+    @property
+    def part(self) -> int:
+        """Number of this conversation of its sample; 0: the first one."""
+        return self._sample.part
+
+    @property
+    def recorded_input(self) -> list[int]:
+        """The tokens before the next turn, of an earlier run of the function; none if it had no further turn."""
+        turns = self._sample.turns
+        return turns[self._num_turns].inputs.tolist() if self._num_turns < len(turns) else []
 
     @property
     def turns(self) -> list[TurnTokens]:

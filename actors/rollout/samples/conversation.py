@@ -19,7 +19,7 @@ from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.samples.scoring import NotGraded
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Int32Array, Prompt, SampleStatus, SamplingParams
+from messages import Int32Array, Prompt, SampleStatus, SampleSummary, SamplingParams
 from runtime.bus.errors import BusError
 from runtime.util.errors import flatten
 from runtime.util.stacks import place_in
@@ -116,6 +116,7 @@ class Conversation(Context):
         give_up: GiveUp = gives_up_nothing,
         key: str = KEY,
         running: "set[Conversation] | None" = None,
+        group_id: int | None = None,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
@@ -123,6 +124,7 @@ class Conversation(Context):
         super().__init__(run, sample)
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
+        self.group_id = group_id
         self._grade, self._give_up = grade, give_up
         self._running_ones = set[Conversation]() if running is None else running  # holds it while its function runs
         self.starts_again = False  # the function asks for another start from the prompt
@@ -157,6 +159,33 @@ class Conversation(Context):
     def has_recorded_turns(self) -> bool:
         """Whether an earlier run of the function has left tokens, which this one would have to replay."""
         return self._sample.buffer.num_tokens > 0
+
+    @property
+    def recorded_turns(self) -> Mapping[int, int]:
+        """The number of finished turns that an earlier run of the function has left, by conversation."""
+        return {part.part: part.num_turns for part in self._sample.parts}
+
+    def recorded_prompt(self, part: int) -> list[int]:
+        """Return the prompt that a conversation had in an earlier run of the function.
+
+        Raises:
+            ValueError: there was no such conversation.
+        """
+        found = next((each for each in self._sample.parts if each.part == part), None)
+        if found is None:
+            raise ValueError(f"the sample has no conversation {part}")
+        return found.prompt_of(self._run.prompt.prompt_ids).tolist()
+
+    def stored(self) -> tuple[SampleSummary, ...]:
+        """Return what is stored of this conversation and of those that it opened."""
+        return tuple(part.summary() for part in self._sample.parts if part.refs and part.stored)
+
+    def add_times(self, own_s: float, waited_s: float) -> None:
+        """Count the time of an earlier run of the function, which this one goes on with, in seconds."""
+        self._run.let_work()
+        self._run.own_s += own_s
+        self._run.waited_s += waited_s
+        self._run.let_work()
 
     @property
     def times_s(self) -> tuple[float, float]:

@@ -218,6 +218,7 @@ class Generation:
             give_up=self._task.give_up if episode is None else episode.give_up,
             key=own.key,
             running=self._tools.conversations,
+            group_id=None if self._task.round is None else self._task.group_id,
         )
 
     async def _keep(self, sample: OpenSample) -> None:

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from actors.rollout.samples.slots import GroupSlots, Slots
 from actors.rollout.samples.tasks import eval_task, training_task
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
-from messages import EvalRequested, EvalSetRequested, Int32Array, Prompt, RolloutRequested
+from messages import EvalRequested, EvalSetRequested, Int32Array, Prompt, RolloutRequested, SampleSummary
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
@@ -54,7 +54,13 @@ LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spi
 NO_PROMPT: Final = Prompt(data="", row=0, text="", prompt_ids=Int32Array())
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
 
+Continued = Callable[[int, Sequence[SampleSummary]], Awaitable[tuple[SampleSummary, ...]]]
 AnyDelivery = Delivery[RolloutRequested] | Delivery[EvalRequested] | Delivery[EvalSetRequested]
+
+
+async def as_carried(_group_id: int, carried: Sequence[SampleSummary]) -> tuple[SampleSummary, ...]:
+    """Go on from what a group carries."""
+    return tuple(carried)
 
 
 class TaskRunner:
@@ -67,6 +73,7 @@ class TaskRunner:
         target: the target weights; tells which evaluations have ended.
         is_alone: the run has no other rollout actor: tasks that wait here would wait anywhere.
         ack_wait_s: time after which the tasks of a crashed rollout actor are redelivered to another one.
+        continued: returns what a group's samples go on from, by what the group carries.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class TaskRunner:
         *,
         is_alone: bool = True,
         ack_wait_s: float = ACK_WAIT_S,
+        continued: Continued = as_carried,
     ) -> None:
         engines = topology.engines[pool]
         self._topology = topology
@@ -85,7 +93,7 @@ class TaskRunner:
         self.outcomes = FunctionOutcomes(bus)
         self._pool = pool
         self._target = target
-        self._ack_wait_s = ack_wait_s
+        self._ack_wait_s, self._continued = ack_wait_s, continued
         self._num_slots = engines.concurrency * num_engines(engines)  # the most; engines under pressure get fewer
         self._is_alone = is_alone
         at_first = engines.concurrency if is_alone else 0
@@ -238,7 +246,7 @@ class TaskRunner:
     async def _ending(
         self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], endings: Endings, slots: GroupSlots
     ) -> Ending:
-        carried = await self._inheritance.carried(delivery)
+        carried = await self._continued(delivery.message.group_id, await self._inheritance.carried(delivery))
         if tools.generator.running.halted(delivery.message.round):
             return endings.aborted(carried)
         try:

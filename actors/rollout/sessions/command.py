@@ -6,21 +6,19 @@ environment; the control key stays here.
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
 import structlog
-from anyio.abc import Process
 
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.generate_function import KeyedFunction
+from actors.rollout.sessions.left import LeftSessions
+from actors.rollout.sessions.notes import About, ControlNote, LeftSession, State, TurnNote, encoded
 from actors.rollout.sessions.opened import OpenSession, OpenSessions
 from actors.rollout.sessions.rendering import Rendering
 from actors.rollout.sglang.served_model import ServedModel
@@ -29,6 +27,8 @@ from runtime.functions.hidden_files import hidden_of, make_dumps, run_dir_of
 from runtime.functions.limits import UserLimits, environment
 from runtime.models.config import read_model
 from runtime.sessions.actor_end import ActorEnd
+from runtime.sessions.keys import KeyPair
+from runtime.sessions.programs import Over, Programs, Start
 from runtime.settings.tables.agent import AgentConfig
 from runtime.settings.topology import Topology
 from runtime.util.exit_codes import EXIT_TOO_MANY_PROCESSES
@@ -39,8 +39,6 @@ log = structlog.get_logger()
 
 KEY: Final = "rollout.agent"
 ROW: Final = "PHYSARUM_ROW"  # variable that names the file with the row
-TAIL_BYTES: Final = 2_000  # of a program's output, in the reason of a failed attempt
-KILL_S: Final = 10.0
 
 
 class CommandAgent:
@@ -49,6 +47,8 @@ class CommandAgent:
     Args:
         config: the program.
         sessions: of this actor.
+        programs: starts and stops programs.
+        left: sessions that an earlier process of this actor left.
         limits: memory and open files of each process, unless sandbox = "none".
         max_processes: of an attempt at a time, unless sandbox = "none".
         hidden: returns the paths that an isolated program does not see.
@@ -58,23 +58,39 @@ class CommandAgent:
         self,
         config: AgentConfig,
         sessions: OpenSessions,
+        programs: Programs,
+        left: LeftSessions,
         limits: UserLimits,
         max_processes: int,
         hidden: Callable[[], Sequence[str]],
     ) -> None:
         self._config, self._sessions = config, sessions
+        self._programs, self._left = programs, left
         self._limits, self._max_processes, self._hidden = limits, max_processes, hidden
         self._num_started = 0
 
     async def __call__(self, conversation: Conversation) -> None:
         """Play a sample. Attempts that fail are aborted: the sample then begins again from its prompt."""
-        if conversation.has_recorded_turns:
-            conversation.end("aborted", "its rollout actor ended, and a program cannot be run again")
+        left = await self._left.take(conversation)
+        if isinstance(left, LeftSession):
+            pair, keys = None, left.about.keys
+        elif left:
+            conversation.end("aborted", left)
             return
-        self._num_started += 1
-        name = f"s{os.getpid()}.{self._num_started}.{os.urandom(4).hex()}"
-        async with self._sessions.opened(conversation, name) as opened:
-            problem = await self._attempt(opened, name, self._given(conversation, opened))
+        else:
+            self._num_started += 1
+            pair = KeyPair.new(f"s{os.getpid()}.{self._num_started}.{os.urandom(4).hex()}")
+            left, keys = None, pair.digests()
+        name = keys.session
+
+        async def keep(note: TurnNote | ControlNote) -> None:
+            await self._programs.note(name, encoded(note), encoded(State(conversation.stored())))
+
+        async with self._stopped_at_end(name), self._sessions.opened(conversation, keys, keep, left) as opened:
+            problem = opened.problem
+            if not problem:
+                start = None if pair is None else await self._start(conversation, opened, pair)
+                problem = await self._attempt(opened, name, start)
             if problem or opened.failure:
                 opened.session.cancel_turns()  # nothing of this attempt trains
         self._end(conversation, opened, problem)
@@ -82,38 +98,32 @@ class CommandAgent:
         conversation.sample_metadata["agent_s"] = round(own_s, 3)
         conversation.sample_metadata["model_s"] = round(waited_s, 3)
 
-    def _given(self, conversation: Conversation, opened: OpenSession) -> bytes:
-        """Return what a program gets by its input: the row, and of an adapter the key that no child of it may read."""
-        row = json.dumps(_row_of(conversation))
-        return (row if self._config.adapter is None else f"{row}\n{opened.keys.control.reveal()}").encode()
+    async def _attempt(self, opened: OpenSession, name: str, start: Start | None) -> str:
+        """Wait for the end of the program; return what went wrong, empty if nothing did. Its key ends before it does.
 
-    async def _attempt(self, opened: OpenSession, name: str, given: bytes) -> str:
-        """Run the program to its end; return what went wrong, empty if nothing did. Its key ends before it does."""
-        output, code = bytearray(), 0
-        async with self._running(opened, name) as process, anyio.create_task_group() as group:
+        Args:
+            opened: its session.
+            name: of the session.
+            start: starts it; None: it runs already.
+        """
+        if start is not None:
+            await self._programs.start(start)
+        over = Over(name, 0, b"")
+        async with self._stopped_at_end(name), anyio.create_task_group() as group:
 
             async def stop_when_over() -> None:
                 await opened.over.wait()
                 await self._sessions.revoke(name)
-                process.terminate()
+                await self._programs.stop(name)
 
             group.start_soon(stop_when_over)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(anyio.BrokenResourceError):  # it has ended
-                await process.stdin.send(given)
-            await process.stdin.aclose()
-            with suppress(anyio.EndOfStream):
-                while True:
-                    output += await process.stdout.receive()
-                    del output[:-TAIL_BYTES]
-            code = await process.wait()
+            over = await self._programs.ended(name)
             group.cancel_scope.cancel()
         if opened.over.is_set():
             return ""
-        if not code:
+        if not over.code:
             return "" if opened.num_turns else f"{self._config.command[0]} ended without a turn of the model"
-        return f"{self._config.command[0]} {self._ending(code)}{_last_line(output, opened)}"
+        return f"{self._config.command[0]} {self._ending(over.code)}{_last_line(over.output)}"
 
     def _ending(self, code: int) -> str:
         if code == EXIT_TOO_MANY_PROCESSES and self._config.sandbox != "none":
@@ -121,8 +131,17 @@ class CommandAgent:
         return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
     @asynccontextmanager
-    async def _running(self, opened: OpenSession, name: str) -> AsyncGenerator[Process]:
-        """Run the program under a keeper, which kills all that it started when the block or this process ends."""
+    async def _stopped_at_end(self, name: str) -> AsyncGenerator[None]:
+        """End the key of a session at the end of the block, then kill its program with all that it started."""
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._sessions.revoke(name)
+                await self._programs.stop(name)
+
+    async def _start(self, conversation: Conversation, opened: OpenSession, pair: KeyPair) -> Start:
+        """Return what starts the program under a keeper."""
         kind, url = self._config.sandbox, urlsplit(opened.url)
         is_isolated = kind == "isolated"
         settings = {
@@ -137,30 +156,20 @@ class CommandAgent:
             "hidden": await anyio.to_thread.run_sync(self._hidden) if is_isolated else (),
             "door": (url.hostname, url.port) if is_isolated else None,
         }
-        words = [sys.executable, "-P", "-m", "runtime.functions.keeper", str(os.getpid()), json.dumps(settings)]
-        process = await anyio.open_process(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._environment(opened),
-            start_new_session=True,
+        row = json.dumps(_row_of(conversation))
+        if self._config.adapter is not None:  # which gets the key that no child of it may read
+            row = f"{row}\n{pair.control.reveal()}"
+        return Start(
+            session=pair.session,
+            settings=settings,
+            env=self._environment(opened.url, pair),
+            given=row.encode(),
+            secrets=(pair.model.reveal(), pair.control.reveal()),
+            about=encoded(About(conversation.group_id, conversation.index, opened.keys)),
         )
-        try:
-            yield process
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._sessions.revoke(name)
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)  # the keeper kills the group, and daemons too
-                with anyio.move_on_after(KILL_S):
-                    await process.wait()
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.aclose()
 
-    def _environment(self, opened: OpenSession) -> dict[str, str]:
-        key, url = opened.keys.model.reveal(), opened.url.rstrip("/")
+    def _environment(self, url: str, pair: KeyPair) -> dict[str, str]:
+        key, url = pair.model.reveal(), url.rstrip("/")
         of_model = {
             "OPENAI_API_KEY": key,
             "OPENAI_BASE_URL": f"{url}/v1",
@@ -188,16 +197,26 @@ class CommandAgent:
 
 
 class AgentPrograms:
-    """What a rollout actor needs for `rollout.agent`: its generate function, and the link to the listener."""
+    """What a rollout actor needs for `rollout.agent`: its generate function, and the links to the node's processes."""
 
     def __init__(self, config: AgentConfig, topology: Topology, actor: str, model: ServedModel) -> None:
-        sessions = OpenSessions(Rendering(ChatTemplate(model.directory), model))
+        self._sessions = sessions = OpenSessions(Rendering(ChatTemplate(model.directory), model))
+        self._programs = Programs(run_dir_of(topology), actor)
+        self.left = LeftSessions(self._programs, sessions, limit_s=topology.rollout.generate_timeout_s)
         reward, most = topology.reward, topology.rollout.max_context_len
         limits = UserLimits(memory_bytes=reward.memory_bytes, max_files=reward.max_files)
         if config.sandbox == "isolated":
             make_dumps(topology)
         needed = [place for place in (*config.command, config.directory) if place is not None and "/" in place]
-        agent = CommandAgent(config, sessions, limits, reward.max_processes, lambda: hidden_of(topology, needed))
+        agent = CommandAgent(
+            config,
+            sessions,
+            self._programs,
+            self.left,
+            limits,
+            reward.max_processes,
+            lambda: hidden_of(topology, needed),
+        )
         self.function = KeyedFunction(KEY, agent, max_starts=config.attempts, own_s=config.episode_timeout_s)
         if most is None:
             most = read_model(model.directory, topology.model.ignore_config_keys).max_context
@@ -205,8 +224,12 @@ class AgentPrograms:
         sessions.serve_by(self._end)
 
     async def run(self) -> None:
-        """Serve the listener of this node. Never returns."""
-        await self._end.run()
+        """Take over the sessions of an earlier process, then serve the listener of this node. Never returns."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._programs.run)
+            await self.left.find()  # before the listener hears which sessions there are
+            group.start_soon(self.left.run)
+            await self._end.run()
 
     @classmethod
     def of(cls, topology: Topology, actor: str, model: ServedModel) -> "AgentPrograms | None":
@@ -230,9 +253,7 @@ def _row_of(conversation: Conversation) -> Mapping[str, Any]:
     return {"prompt": conversation.prompt, "metadata": conversation.metadata, "index": conversation.index}
 
 
-def _last_line(output: bytes | bytearray, opened: OpenSession) -> str:
-    """Return the end of what a program printed, without its keys."""
+def _last_line(output: bytes) -> str:
+    """Return the last line that a program printed."""
     text = output.decode(errors="replace").strip()
-    for key in (opened.keys.model, opened.keys.control):
-        text = text.replace(key.reveal(), "***")
     return f": {text.splitlines()[-1][-300:]}" if text else ""

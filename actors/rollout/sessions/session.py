@@ -6,7 +6,7 @@ first replaces the row's prompt, the others are opened, and share the sample's v
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
@@ -17,10 +17,11 @@ import structlog
 from actors.rollout.samples.arguments import checked_sampling
 from actors.rollout.samples.context import Context
 from actors.rollout.samples.conversation import Conversation
+from actors.rollout.sessions.notes import TurnNote
 from actors.rollout.sessions.rendering import Prompt, Rendering
-from actors.rollout.sessions.tree import Asked, Node, Place, SampledTurn, TooManyBranches, Tree, Wish
+from actors.rollout.sessions.tree import Asked, Node, Place, RestoredPlace, SampledTurn, TooManyBranches, Tree, Wish
 from messages import Float32Array, Int32Array
-from runtime.sessions.turns import ChatMessage, ToolCall, TurnAnswer, TurnRefused, TurnRequest
+from runtime.sessions.turns import ChatMessage, ToolCall, TurnAnswer, TurnRefused, TurnRequest, TurnSampling
 
 log = structlog.get_logger()
 
@@ -60,6 +61,10 @@ class _Turn:
         return self._outcome
 
 
+async def keep_nothing(_note: TurnNote) -> None:
+    """Keep no notes: nobody goes on with the session after this process."""
+
+
 class _Input(NamedTuple):
     """The tokens before a turn that are not in its branch yet."""
 
@@ -81,6 +86,7 @@ class Session:
         *,
         trains: Literal["tools", "all"] = "tools",
         clock: Callable[[], float] = time.monotonic,
+        keep: Callable[[TurnNote], Awaitable[None]] = keep_nothing,
     ) -> None:
         """Open a session on a conversation that has not begun.
 
@@ -90,13 +96,15 @@ class Session:
             trains: "tools": turns of requests without tools, such as those for a title, do not train if other requests
                 have tools. "all": they do.
             clock: seconds; for the age of answers.
+            keep: called with a note of each turn, before its answer is returned.
         """
         self.tree = Tree()
         self._conversation = conversation
         self._rendering = rendering
-        self._clock = clock
+        self._clock, self._keep = clock, keep
         self._most = len(conversation.prompt_ids) + conversation.sampling.max_new_tokens - 1  # tokens of a prompt
         self._contexts: dict[int, Context] = {}  # by branch
+        self._numbers: dict[Node, int] = {}  # of the sampled nodes, in the order of their ends
         self._trains = trains
         self._with_tools: dict[int, bool] = {}  # by branch
         self._running: dict[tuple[Node, Wish], _Turn] = {}
@@ -237,7 +245,8 @@ class Session:
             self.tree.refuse(asked)
             raise
         try:
-            await self._generate(request, context, [] if asked.is_new else given.prompt.ids, given.prompt.text)
+            ids = [] if asked.is_new else given.prompt.ids
+            await self._generate(request.sampling, context, ids, given.prompt.text)
         except BaseException:  # an abort of the engine among them: a turn that did not end is no turn
             self.tree.give_up(asked)
             raise
@@ -247,7 +256,82 @@ class Session:
         finish = "length" if is_cut_off and not is_ended else "tool_calls" if message.tool_calls else "stop"
         ids, log_probs = Int32Array(tokens.ids), Float32Array(tokens.log_probs)
         turn = SampledTurn(Int32Array(given.prompt.ids), ids, log_probs, spans, finish, given.is_whole)
-        return self.tree.end(asked, message, turn, self._clock())
+        node = self.tree.end(asked, message, turn, self._clock())
+        self._numbers[node] = len(self._numbers)
+        await self._keep(self._note_of(node, request))
+        return node
+
+    def _note_of(self, node: Node, request: TurnRequest) -> TurnNote:
+        assert node.parent is not None
+        assert node.meaning is not None
+        assert node.turn is not None
+        above = node.parent.sampled_above
+        between = node.parent.path()[0 if above is None else above.depth + 1 :]
+        ids = [each.prompt_ids for each in between if each.prompt_ids is not None]
+        own_s, waited_s = self._conversation.times_s
+        return TurnNote(
+            after=-1 if above is None else self._numbers[above],
+            path=tuple(each.meaning.message for each in between if each.meaning is not None),
+            path_ids=tuple(token for piece in ids for token in piece.tolist()) if request.prompt_ids else None,
+            tools=request.tools if above is None else (),
+            sampling=request.sampling,
+            model=request.model,
+            choice=request.choice,
+            branch=node.branch,
+            cause=self.tree.branches[node.branch].cause,
+            part=self._contexts[node.branch].part,
+            has_tools=self._with_tools[node.branch],
+            is_whole=node.turn.is_whole,
+            message=node.meaning.message,
+            finish=node.turn.finish,
+            ended_at=node.ended_at,
+            own_s=own_s,
+            waited_s=waited_s,
+        )
+
+    async def restore(self, notes: Sequence[TurnNote]) -> None:
+        """Go on from the turns of an earlier process, whose tokens the sample has. No engine is asked.
+
+        Args:
+            notes: of these turns, in their order.
+
+        Raises:
+            ValueError: the sample has other conversations.
+        """
+        nodes: list[Node] = []
+        for note in notes:
+            above = nodes[note.after] if note.after >= 0 else None
+            context, given = self._restored_input(note, above)
+            is_first = not context.num_turns
+            text = "" if is_first else self._conversation.model.decode(given)
+            await self._generate(note.sampling, context, [] if is_first else given, text)
+            tokens, spans, _ = context.newest_turn
+            ids, log_probs = Int32Array(tokens.ids), Float32Array(tokens.log_probs)
+            turn = SampledTurn(Int32Array(given), ids, log_probs, spans, note.finish, note.is_whole)
+            place = RestoredPlace(above, note.path, note.path_ids, note.tools, note.branch, note.cause, note.ended_at)
+            wish = Wish(note.sampling, note.model, note.choice)
+            node = self.tree.restore(place, note.message, turn, wish)
+            self._numbers[node] = len(nodes)
+            nodes.append(node)
+        for node in nodes:
+            node.is_undelivered = True  # its client may not have got it
+        if notes:
+            self._conversation.add_times(notes[-1].own_s, notes[-1].waited_s)
+
+    def _restored_input(self, note: TurnNote, above: Node | None) -> tuple[Context, list[int]]:
+        """Return the conversation of a turn that is restored, and the tokens before the turn that are new in it."""
+        if (context := self._contexts.get(note.branch)) is not None:
+            return context, context.recorded_input
+        prompt = self._conversation.recorded_prompt(note.part)
+        if self._contexts:
+            context = self._conversation.open(prompt)
+        else:
+            context = self._conversation
+            self._conversation.begin(prompt)
+        if context.part != note.part:
+            raise ValueError(f"conversation {note.part} of the sample cannot be opened before {context.part}")
+        self._contexts[note.branch], self._with_tools[note.branch] = context, note.has_tools
+        return context, prompt if note.is_whole or above is None else prompt[above.num_ids :]
 
     async def _input(self, request: TurnRequest, asked: Asked) -> tuple[Asked, _Input]:
         """Return what is new before a turn.
@@ -311,9 +395,8 @@ class Session:
         reason = f"the prompt is too long: {num_tokens} tokens > {self._most} maximum"
         return TurnRefused("context_full", reason, num_tokens, self._most)
 
-    async def _generate(self, request: TurnRequest, context: Context, ids: list[int], text: str) -> None:
-        """Let an engine sample the turn. What the request says of sampling counts as in `Context.generate`."""
-        sampling = request.sampling
+    async def _generate(self, sampling: TurnSampling, context: Context, ids: list[int], text: str) -> None:
+        """Let an engine sample the turn. What its request says of sampling counts as in `Context.generate`."""
         with context.input_of_a_turn():
             if ids:
                 context.append_ids(ids)

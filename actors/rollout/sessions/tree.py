@@ -166,8 +166,23 @@ class Asked(NamedTuple):
     wish: Wish
 
 
+class RestoredPlace(NamedTuple):
+    """Where a turn of an earlier process stands: a path of messages, or of tokens, after the turn before."""
+
+    above: Node | None  # the newest sampled node before it
+    path: tuple[ChatMessage, ...]
+    path_ids: tuple[int, ...] | None  # of a client that renders itself
+    tools: tuple[Tool, ...]  # of its root
+    branch: int
+    cause: Cause | None
+    ended_at: float
+
+
 class Tree:
-    """The tree of one session. Changes only by `start`, and by `end`, `give_up` or `refuse` of what was started."""
+    """The tree of one session. Changes only by `start`, and by `end`, `give_up` or `refuse` of what was started.
+
+    `restore` builds the tree of an earlier process again.
+    """
 
     def __init__(self) -> None:
         self.branches: list[Branch] = []
@@ -239,6 +254,42 @@ class Tree:
         branch = self.branches[asked.branch]
         node = Node(Meaning(message), asked.node, turn, asked.wish, asked.branch, ended_at=ended_at)
         branch.tip, branch.running = asked.node.add(node), None
+        return node
+
+    def restore(self, place: RestoredPlace, message: ChatMessage, turn: SampledTurn, wish: Wish) -> Node:
+        """Record a turn that an earlier process recorded, after those before it. Its branch goes on from it."""
+        number = place.branch
+        while len(self.branches) <= number:
+            self._unused.append(len(self.branches))
+            self.branches.append(Branch(None))
+        branch = self.branches[number]
+        if number in self._unused:
+            self._unused.remove(number)
+            branch.cause = place.cause
+        else:
+            self.num_extended += 1
+        node = self._restored_path(place)
+        branch.tip = node.add(Node(Meaning(message), node, turn, wish, number, ended_at=place.ended_at))
+        return branch.tip
+
+    def _restored_path(self, place: RestoredPlace) -> Node:
+        """Return the last node of a path, whose nodes without turns are added where they are missing."""
+        node = place.above
+        if place.path_ids is not None:
+            node, ids = node or self._of_ids, Int32Array(place.path_ids)
+            found = (
+                each for each in node.children if each.prompt_ids is not None and np.array_equal(each.prompt_ids, ids)
+            )
+            return next(found, None) or node.add(Node(None, node, prompt_ids=ids))
+        if node is None:
+            node = next((root for tools, root in self._roots if tools == place.tools), None)
+        if node is None:
+            node = Node(None, None)
+            self._roots.append((place.tools, node))
+        for message in place.path:
+            known = (each for each in node.children if each.turn is None)
+            found = (each for each in known if each.meaning is not None and each.meaning.message == message)
+            node = next(found, None) or node.add(Node(Meaning(message), node))
         return node
 
     def give_up(self, asked: Asked) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from actors.sessions.listener import ListenerSettings, listening
+from actors.sessions.programs import HolderSettings, holding
 from messages import (
     GroupAborted,
     GroupCompleted,
@@ -69,7 +70,8 @@ def scripted(**knobs: Any) -> ScriptedEngine:
 @asynccontextmanager
 async def listener(tmp_path: Path) -> AsyncGenerator[None]:
     (tmp_path / "t").mkdir(exist_ok=True)
-    async with listening(tmp_path / "t", ListenerSettings()):
+    run_dir = tmp_path / "t"
+    async with holding(run_dir, HolderSettings()), listening(run_dir, ListenerSettings()):
         yield
 
 
