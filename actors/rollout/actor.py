@@ -129,7 +129,7 @@ class RolloutActor(Actor):
     """Generates and scores prompt groups on its engines.
 
     A crash loses only the tokens since the last spill: the tasks are redelivered after the ack wait, and continue from
-    the spilled segments. Generate functions that were held over a halt run again.
+    the spilled segments. Generate functions that were held over a halt run again. Programs of agents live on.
     """
 
     reads = (

@@ -126,7 +126,9 @@ class ProgramHolder:
 
     async def _greet(self, here: ActorHere, connection: Connection) -> None:
         self._actors[here.actor], self._born_ns[here.actor] = connection, here.born_ns
-        for held in [held for held in self._held.values() if held.actor == here.actor]:
+        for held in self._of(here.actor):
+            if held.scope.cancel_called:  # it is being stopped
+                continue
             notes = None if held.notes is None else tuple(held.notes)
             await connection.send(Held(held.session, held.about, notes, held.state))
             if held.over is not None:
@@ -142,8 +144,11 @@ class ProgramHolder:
 
     async def _kill_those_of(self, actor: str) -> None:
         async with anyio.create_task_group() as tasks:
-            for held in [held for held in self._held.values() if held.actor == actor]:
+            for held in self._of(actor):
                 tasks.start_soon(self._stop, held)
+
+    def _of(self, actor: str) -> list[_Held]:
+        return [held for held in self._held.values() if held.actor == actor]
 
     def _hear(self, message: Start | Note | Stop, actor: str) -> None:
         assert self._tasks is not None

@@ -214,7 +214,9 @@ class Programs:
         self._programs.pop(session, None)
 
     async def _serve(self, connection: Connection) -> None:
-        is_first = not self._listed.is_set()
+        if is_first := not self._listed.is_set():
+            self._found.clear()
+            self._programs.clear()
         if not await connection.send(ActorHere(self._actor, self._born_ns)):
             return
         async for message in connection.messages(OF_HOLDER):

@@ -96,10 +96,16 @@ def rendering_of(directory: Path) -> tuple[Rendering, ServedModel]:
 
 @asynccontextmanager
 async def scripted_session(
-    rendering: Rendering, model: ServedModel, script: Script, *, max_new_tokens: int = 100_000, **options: Any
+    rendering: Rendering,
+    model: ServedModel,
+    script: Script,
+    *,
+    max_new_tokens: int = 100_000,
+    sample: OpenSample | None = None,
+    **options: Any,
 ) -> AsyncIterator[Scripted]:
-    """Run a session inside of a conversation, as its generate function does."""
-    sample = OpenSample(index=0, prompt_len=0)
+    """Run a session inside of a conversation, as its generate function does; a sample may have tokens already."""
+    sample = sample or OpenSample(index=0, prompt_len=0)
     tap = Tap(model, script)
     row = Prompt(data="d", row=0, text="", prompt_ids=Int32Array())
     params = SamplingParams(max_new_tokens=max_new_tokens)

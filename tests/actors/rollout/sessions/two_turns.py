@@ -22,8 +22,8 @@ def ask() -> str:
 
 
 def note(word: str) -> None:
-    """Append a word to the file of the row, if it has one."""
-    if file := row["metadata"].get("notes"):
+    """Append a word to the file of the command line or of the row, if there is one."""
+    if file := sys.argv[1] if sys.argv[1:] else row["metadata"].get("notes"):
         with open(file, "a", encoding="utf-8") as notes:
             notes.write(f"{word}\n")
 
@@ -36,4 +36,4 @@ called = ask()
 total = sum(int(digit) for digit in called if digit.isdigit())
 messages.append({"role": "user", "content": str(total % 10)})
 ask()
-note("ends")
+note(f"ends {os.getpid()}")
