@@ -165,7 +165,7 @@ class Programs:
             await anyio.sleep(AGAIN_S)
 
     async def _leave(self, connection: Connection) -> None:
-        self._connection = None
+        self._connection, self._connected = None, anyio.Event()
         with anyio.move_on_after(LEAVE_S, shield=True):
             if await connection.send(Leaving()):
                 await connection.until_closed()
