@@ -62,7 +62,7 @@ class _Turn:
 
 
 async def keep_nothing(_note: TurnNote) -> None:
-    """Keep no notes: nobody goes on with the session after this process."""
+    """Keep no notes: no process goes on with the session after this one."""
 
 
 class _Input(NamedTuple):
@@ -290,7 +290,7 @@ class Session:
         )
 
     async def restore(self, notes: Sequence[TurnNote]) -> None:
-        """Go on from the turns of an earlier process, whose tokens the sample has. No engine is asked.
+        """Go on from the turns of an earlier process, whose tokens the sample has. Sends nothing to an engine.
 
         Args:
             notes: of these turns, in their order.

@@ -1,4 +1,4 @@
-"""A session that goes on in another process: the tree is the same, no engine is asked again, what is stored decides."""
+"""A session that goes on in another process: the tree is the same, no turn is sampled again, what is stored decides."""
 
 from typing import NamedTuple
 
