@@ -99,6 +99,7 @@ class SimulatedServer:
         self.loop = loop
         self.streams: dict[str, Stream] = {}
         self.history: list[tuple[str, Message]] = []  # all that was stored on any stream, with its name
+        self.on_stored: Callable[[str, bytes, dict[str, str]], None] = lambda *_: None
         self.process = Process(loop, "nats-server")
         self.is_up = True
         self.links: set[Link] = set()
@@ -250,6 +251,7 @@ class SimulatedServer:
                 answer["duplicate"] = True
             else:
                 self.history.append((stream.name, stream.messages[answer["seq"]]))
+                self.on_stored(stream.name, data, headers or {})
         if reply:
             self.send(reply, None, msgspec.json.encode(answer))
 
