@@ -96,6 +96,10 @@ observe *args: setup
 model *args: setup
     .venv/bin/python -m pytest -m "nightly or not nightly" -n 0 tests/model {{ args }}
 
+# simulated runs with faults, by seed: --first N --seeds N; a run that breaks is printed with its seed and the faults that it takes
+simulate *args="--seeds 1000": setup
+    .venv/bin/python -m tests.simulate {{ args }}
+
 # plant small faults in the core of the books, and say who catches each, an hour
 mutants *args: setup
     .venv/bin/python -m tests.model.mutants {{ args }}

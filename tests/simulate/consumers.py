@@ -136,6 +136,10 @@ class Consumer:
         if self.config.get("max_batch") and request.left > self.config["max_batch"]:
             self._status(request, "409", f"Exceeded MaxRequestBatch of {self.config['max_batch']}")
             return
+        most_ns = self.config.get("max_expires", 0)
+        if most_ns and asked.get("expires", 0) > most_ns:
+            self._status(request, "409", f"Exceeded MaxRequestExpires of {most_ns // NANOSECONDS}s")
+            return
         self._drop_deserted()
         if self.config.get("max_waiting") and len(self._requests) >= self.config["max_waiting"]:
             self._status(request, "409", "Exceeded MaxWaiting")

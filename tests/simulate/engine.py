@@ -173,7 +173,11 @@ class SimulatedEngine(ScriptedEngine):
             is_aborted = self._rids[rid]
         finally:
             del self._rids[rid]
-        whole = {"type": "length", "length": len(ids)} if len(ids) >= most else {"type": "stop", "matched": ids[-1] if ids else None}
+        whole = (
+            {"type": "length", "length": len(ids)}
+            if len(ids) >= most
+            else {"type": "stop", "matched": ids[-1] if ids else None}
+        )
         answer = self._whole(rid, ids, ABORTED if is_aborted else whole)
         answer["meta_info"]["weight_versions"] = _spans(labels)
         return answer

@@ -1,6 +1,7 @@
 """What a simulation replaces of the interpreter: clocks, chance, threads and the client of NATS."""
 
 import random
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Generator
@@ -11,13 +12,20 @@ from unittest import mock
 
 import anyio
 import anyio.to_thread
+from anyio._backends import _asyncio
 
 from runtime.bus.nats import connection, room
 from tests.simulate.client import Network, SimulatedClient, use
-from tests.simulate.loop import CURRENT, VirtualLoop
+from tests.simulate.loop import CURRENT, VirtualLoop, number_of
 from tests.simulate.server import EPOCH_S
 
 THREAD_S: Final = 0.002  # longest work of a thread
+
+
+class NumberedScope(_asyncio.CancelScope):
+    """A cancel scope whose place in a set does not depend on its address."""
+
+    __hash__ = number_of
 
 
 @contextmanager
@@ -44,20 +52,26 @@ def simulated(loop: VirtualLoop, chance: Random, network: Network) -> Generator[
     patches: list[tuple[Any, str, Any]] = [
         (time, "time", now),
         (time, "monotonic", loop.time),
+        (time, "clock_gettime", lambda _: loop.time()),
         (time, "perf_counter", loop.time),
         (room, "monotonic", loop.time),
         (uuid, "uuid4", new_uuid),
         (anyio.to_thread, "run_sync", run_sync),
+        (secrets, "token_hex", lambda size=32: f"{chance.getrandbits(8 * size):0{2 * size}x}"),
+        (secrets, "token_urlsafe", lambda size=32: f"{chance.getrandbits(8 * size):0{2 * size}x}"),
         (connection, "CorrectedClient", SimulatedClient),
+        (_asyncio, "CancelScope", NumberedScope),
     ]
-    with contextmanager(_all)(patches), use(network):
+    with replaced(patches), use(network):
         try:
             yield
         finally:
             random.setstate(before)
 
 
-def _all(patches: list[tuple[Any, str, Any]]) -> Generator[None]:
+@contextmanager
+def replaced(patches: list[tuple[Any, str, Any]]) -> Generator[None]:
+    """Replace attributes for a block: each by its owner, its name and its new value."""
     started = [mock.patch.object(*patch) for patch in patches]
     for patch in started:
         patch.start()

@@ -69,6 +69,7 @@ class CallFaults:
     def __init__(self, faults: list[Fault], note: Callable[[str], None]) -> None:
         self.num_calls: Counter[str] = Counter()
         self.is_over = False
+        self.points: set[str] = set()  # what was struck where
         self._note = note
         self._due = {(fault.target, fault.call): fault for fault in faults if fault.call}
         self._after: Fault | None = None
@@ -82,6 +83,7 @@ class CallFaults:
         if fault is None:
             return
         self._note(f"{fault}: {subject}")
+        self.points.add(f"{process.name} {fault.kind} {_kind_of(subject)}")
         match fault.kind:
             case "dies before":
                 process.kill()
@@ -101,3 +103,10 @@ class CallFaults:
             process.kill()
         elif link is not None:
             link.send(lambda link: link.break_off("connection reset"))
+
+
+def _kind_of(subject: str) -> str:
+    """A subject without numbers and ids."""
+    if "_INBOX" in subject:
+        return "answer"
+    return ".".join(token for token in subject.split(".")[:6] if not token.isdigit() and len(token) < 20)

@@ -415,5 +415,3 @@ def _encoded(message: Message) -> dict[str, Any]:
         "hdrs": b64encode(f"NATS/1.0\r\n{lines}\r\n".encode()).decode(),
         "time": time,
     }
-
-

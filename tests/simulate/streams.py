@@ -56,7 +56,9 @@ class Stream:
         expire_in: has a message expire after so many seconds.
     """
 
-    def __init__(self, config: dict[str, Any], now: Callable[[], float], expire_in: Callable[[float, int], None]) -> None:
+    def __init__(
+        self, config: dict[str, Any], now: Callable[[], float], expire_in: Callable[[float, int], None]
+    ) -> None:
         self.config = config
         self.created_s = now()
         self.name: str = config["name"]

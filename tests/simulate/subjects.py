@@ -25,9 +25,7 @@ class Filter:
         if num_dots < self._num_dots or (num_dots > self._num_dots and not self._is_open):
             return False
         tokens = subject.split(".")
-        return all(
-            mine in ("*", ">", theirs) for mine, theirs in zip(self._tokens, tokens, strict=False)
-        )
+        return all(mine in ("*", ">", theirs) for mine, theirs in zip(self._tokens, tokens, strict=False))
 
 
 class Filters:

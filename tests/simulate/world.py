@@ -1,14 +1,14 @@
 """One simulated run: the actors' own code on a simulated bus, with scripted engines and a scripted train step."""
 
 import asyncio
+import contextlib
 import json
 import tempfile
-from collections.abc import AsyncGenerator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Final
-from unittest import mock
 
 import anyio
 import msgspec
@@ -19,23 +19,24 @@ import actors.trainer.actor
 from actors.registry import Role, hosted
 from actors.reward.frames import Graded
 from actors.reward.samples import GradedSample
+from actors.rollout.engines import ownership
 from messages import Message, Plane, RunFailed, RunFinished, decode
 from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.process.hosting import host
-from runtime.process.main import exit_code_of
 from runtime.process.logs import silenced
+from runtime.process.main import exit_code_of
 from runtime.settings.sizes import stream_limits
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from tests.build.topology import topology_with
 from tests.simulate.engine import Session, SimulatedEngine
-from tests.simulate.environment import simulated
+from tests.simulate.environment import replaced, simulated
 from tests.simulate.faults import SERVER, CallFaults, Fault, drawn
-from tests.simulate.loop import Process, Stuck, VirtualLoop
-from tests.simulate.server import SimulatedServer
+from tests.simulate.loop import Process, Stuck, VirtualLoop, current
+from tests.simulate.server import EPOCH_S, SimulatedServer
 from tests.simulate.trainer import Disk, ScriptedRank, ScriptedThread
 
 MODEL: Final = Path(__file__).parents[2] / "topologies/demo/models/reverse-digits"
@@ -44,6 +45,7 @@ RUN: Final = "simulated"
 RESTART_S: Final = (0.1, 1.5)
 LIMIT_S: Final = 3600.0  # virtual seconds of a run
 STOP_S: Final = 60.0
+CLOSES: Final = 8  # of a coroutine that waits in its `finally` blocks
 MAX_FAILURES: Final = 40  # ends of a process that no fault asked for
 
 
@@ -77,7 +79,7 @@ def drawn_recipe(random: Random) -> Recipe:
         on_weight_update=random.choice(["drain", "abort", "retract", "in_place"]),
         evaluates=random.random() < 0.3,
         save_interval=random.choice([1, 2, 100]),
-            )
+    )
 
 
 class Broken(AssertionError):
@@ -123,7 +125,7 @@ class World:
         self._begin_s = self.loop.time()
         self._over, self._made = asyncio.Event(), asyncio.Event()
         self.server.on_stored = self.stored
-        self._dead: list[Process] = []
+        self.ended: set[str] = set()  # identities of processes
 
     def note(self, text: str) -> None:
         """Keep something for the log of this run."""
@@ -138,9 +140,9 @@ class World:
             Broken: it fails, or does not end.
         """
         asyncio.events.set_event_loop(None)
-        with tempfile.TemporaryDirectory(prefix="simulated-") as place, silenced():
-            self.topology = self._topology(Path(place))
-            self.run_dir = Path(place) / "runs" / RUN
+        with tempfile.TemporaryDirectory(prefix="simulated-") as place, contextlib.chdir(place), silenced():
+            self.topology = self._topology(Path())  # no path of this machine is in a message
+            self.run_dir = Path("runs", RUN)
             self.run_dir.mkdir(parents=True)
             with simulated(self.loop, self.chance, self), self._scripted():
                 try:
@@ -196,14 +198,23 @@ class World:
         def build_rank(_actor: Any, _store: Any, _ask_of: Any) -> ScriptedRank:
             return ScriptedRank(world.disk, world.run_dir, world.chance, world.loop)
 
-        patches = [
-            mock.patch.object(actors.rollout.actor.aiohttp, "TCPConnector", lambda **_: None),
-            mock.patch.object(actors.rollout.actor.aiohttp, "ClientSession", lambda **_: Session(world.engines)),
-            mock.patch.object(actors.reward.actor, "open_pool", open_pool),
-            mock.patch.object(actors.trainer.actor, "TorchThread", lambda *_, **__: ScriptedThread(world.chance)),
-            mock.patch.object(actors.trainer.actor.TrainerActor, "_build_rank", build_rank),
-        ]
-        return _together(patches)
+        def thread(*_: Any, **__: Any) -> ScriptedThread:
+            return ScriptedThread(world.chance)
+
+        def session(**_: Any) -> Session:
+            return Session(world.engines)
+
+        return replaced(
+            [
+                (actors.rollout.actor.aiohttp, "TCPConnector", dict),
+                (actors.rollout.actor.aiohttp, "ClientSession", session),
+                (ownership, "own_identity", lambda: current().identity),
+                (ownership, "has_certainly_ended", lambda identity: identity in world.ended),
+                (actors.reward.actor, "open_pool", open_pool),
+                (actors.trainer.actor, "TorchThread", thread),
+                (actors.trainer.actor.TrainerActor, "_build_rank", build_rank),
+            ]
+        )
 
     async def _main(self) -> None:
         daemon = self.process.start(self._daemon())
@@ -252,9 +263,8 @@ class World:
                 if not process.is_dead:
                     await self._stop(process, task)
                 raise
-            if process.is_dead:
-                self._dead.append(process)
-            else:
+            self.ended.add(process.identity)
+            if not process.is_dead:
                 self._judge(name, task)
             low, high = RESTART_S
             await asyncio.sleep(low + (high - low) * self.chance.random())
@@ -310,7 +320,6 @@ class World:
                 await ended.wait()
             finally:
                 announcing.cancel()
-            self._dead.append(engine.process)
             await asyncio.sleep(self.chance.random())
 
     async def _announce(self, index: int, where: Address) -> None:
@@ -353,33 +362,28 @@ class World:
         return f"{len(self.log())} events, {self.loop.num_callbacks} callbacks"
 
     def _dispose(self) -> None:
-        """Free what killed processes hold."""
-        self.loop.disposes = True
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        if left:
-            with suppress(Stuck):
-                self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        """Free what the processes hold that were killed or are left. None of it runs in virtual time any more."""
+        for task in asyncio.all_tasks(self.loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            coroutine: Any = task.get_coro()
+            for _ in range(CLOSES):
+                with suppress(BaseException):  # whatever its `finally` blocks do without a loop
+                    coroutine.close()
+                    break
         self.loop.close()
 
     def log(self) -> list[tuple[int, Message]]:
         """The whole event log, trimmed events included."""
-        name = stream_of(RUN, Plane.EVENT)
+        return [(seq, event) for seq, _, event in self.timed_log()]
+
+    def timed_log(self) -> list[tuple[int, float, Message]]:
+        """The event log with the seconds since the start of the run."""
+        name, begin_s = stream_of(RUN, Plane.EVENT), EPOCH_S + self._begin_s
         return [
-            (message.seq, decode(message.data, message.headers))
+            (message.seq, message.time_s - begin_s, decode(message.data, message.headers))
             for stream, message in self.server.history
             if stream == name
         ]
-
-
-@contextmanager
-def _together(patches: list[Any]) -> Generator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        yield
 
 
 class ScriptedPool:

@@ -46,7 +46,7 @@ class RunningRequests:
         self._running: dict[str, GenerateRequest] = {}
         self.open: dict[str, OpenRequest] = {}  # the same requests, oldest first
         self._request_ended = anyio.Event()  # replaced before each wait
-        self._halt_listeners: set[HaltListener] = set()
+        self._halt_listeners: dict[HaltListener, None] = {}  # in their order
         self._sweep: anyio.Event | None = None  # a running abort of all requests; no request may be sent meanwhile
         self._num_interruptions = 0  # total number of interruptions
         self._num_interrupting = 0
@@ -103,11 +103,11 @@ class RunningRequests:
         listener = HaltListener(round, then)
         if self.halted(round):
             then()
-        self._halt_listeners.add(listener)
+        self._halt_listeners[listener] = None
         try:
             yield
         finally:
-            self._halt_listeners.discard(listener)
+            self._halt_listeners.pop(listener, None)
 
     async def interrupt(self, url: str, adapter: str | None = None) -> None:
         """Abort the training requests of an engine until cancelled; they continue from their tokens later.

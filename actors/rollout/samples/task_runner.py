@@ -106,11 +106,11 @@ class TaskRunner:
         self._sets_at_work: dict[tuple[int, str], anyio.Event] = {}  # running tasks of sets -> set when it has ended
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
-        self._runs: set[GroupRun] = set()  # runs of training groups
+        self._runs: dict[GroupRun, None] = {}  # runs of training groups, in their order
         self.num_pulled = 0  # running tasks, training and evaluation
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
-        self._scopes: set[anyio.CancelScope] = set()  # of running tasks
+        self._scopes: dict[anyio.CancelScope, None] = {}  # of running tasks, in their order
         self._given_up: set[AnyDelivery] = set()  # tasks that were ended though a function of the user goes on
         # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
         self._ended = deque[tuple[int, int]](maxlen=self._num_slots + MAX_PREFETCH)
@@ -265,7 +265,7 @@ class TaskRunner:
         group_rm = self._topology.reward.group_rm
         run = GroupRun(training_task(task, endings.lease, group_rm=group_rm, give_up=give_up), samples, tools, held)
         reason, goes_on = None, False
-        self._runs.add(run)
+        self._runs[run] = None
         try:
             await run.run(slots)
             goes_on = True
@@ -275,7 +275,7 @@ class TaskRunner:
             reason = _reason_of(errors)
             await self._show(errors)
         finally:
-            self._runs.discard(run)
+            self._runs.pop(run, None)
             if not goes_on:
                 run.held.end()
         await self._stay_given_up(delivery)
@@ -308,7 +308,7 @@ class TaskRunner:
         """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
         self.num_pulled += 1
         scope = anyio.CancelScope()
-        self._scopes.add(scope)
+        self._scopes[scope] = None
         try:
             with scope:
                 try:
@@ -320,7 +320,7 @@ class TaskRunner:
                             await delivery.redeliver(HANDED_OVER_S if scope.cancel_called else 0.0)
                     raise
         finally:
-            self._scopes.discard(scope)
+            self._scopes.pop(scope, None)
             self.num_pulled -= 1
 
     async def hand_over(self) -> None:

@@ -100,8 +100,8 @@ class Connection:
         self._waiting: dict[str, asyncio.Future[RawMessage]] = {}
         self._tokens = count(1)
         self._reply_prefix = ""
-        self._listeners: set[Listener] = set()
-        self._reconnect_listeners: set[Callable[[], None]] = set()
+        self._listeners: dict[Listener, None] = {}  # in their order
+        self._reconnect_listeners: dict[Callable[[], None], None] = {}
         self._last_error = ""
         self.errors: list[str] | None = None  # if set, errors of the client's error callback are collected
         self._connecting: anyio.CancelScope | None = None  # during the first connect
@@ -350,14 +350,14 @@ class Connection:
             pending_bytes_limit=self.limits.inbox_bytes,
         )
         listener = Listener(subscription, self._listeners)
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         return listener
 
     def on_reconnect(self, listener: Callable[[], None]) -> None:
-        self._reconnect_listeners.add(listener)
+        self._reconnect_listeners[listener] = None
 
     def forget_reconnect(self, listener: Callable[[], None]) -> None:
-        self._reconnect_listeners.discard(listener)
+        self._reconnect_listeners.pop(listener, None)
 
     # callbacks of the client
 
@@ -421,18 +421,18 @@ class Connection:
 class Listener:
     """A subscription that can be stopped."""
 
-    def __init__(self, subscription: Subscription, registry: "set[Listener]") -> None:
+    def __init__(self, subscription: Subscription, registry: "dict[Listener, None]") -> None:
         self._subscription = subscription
         self._registry = registry
 
     async def stop(self) -> None:
         """Unsubscribe. Messages in transit are dropped."""
-        self._registry.discard(self)
+        self._registry.pop(self, None)
         await _quietly(self._subscription.unsubscribe())
 
     async def drain(self) -> None:
         """Unsubscribe after all messages sent by the server are handled. The caller bounds the wait."""
-        self._registry.discard(self)
+        self._registry.pop(self, None)
         await _quietly(self._subscription.drain())
 
 
