@@ -84,7 +84,7 @@ def outcome(world: World) -> str | None:
         audit(world.play())
     except Broken as error:
         return str(error)
-    except Exception as error:  # a fault of the simulation is reported with its seed, too
+    except Exception as error:  # noqa: BLE001 - a fault of the simulation is reported with its seed, too
         return f"the simulation failed: {error!r}"
     return None
 
