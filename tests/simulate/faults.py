@@ -11,8 +11,16 @@ from tests.simulate.loop import Process
 from tests.simulate.server import Link
 
 SERVER: Final = "nats-server"
-AT_CALLS: Final = ("dies before", "dies after", "loses the answer", "freezes", "clock jumps")  # of the bus
+AT_CALLS: Final = (
+    "dies before",
+    "dies after",
+    "loses the answer",
+    "freezes",
+    "is replaced",
+    "clock jumps",
+)  # of the bus
 AT_TIMES: Final = ("dies", "freezes")
+OF_ACTORS: Final = (*AT_TIMES, "is replaced")  # stands still, while another machine starts a successor
 OF_SERVER: Final = ("dies", "freezes", "is full")
 CALLS: Final = 150  # of an actor, up to which faults are drawn
 TIME_S: Final = 12.0  # up to which faults are drawn
@@ -52,7 +60,7 @@ def _draw(random: Random, actors: list[str], engines: list[str]) -> Fault:
         return Fault(target=random.choice(engines), kind=random.choice(AT_TIMES), at_s=at_s, seconds=_frozen_s(random))
     target = random.choice(actors)
     if kind_of_target < 0.45:
-        return Fault(target=target, kind=random.choice(AT_TIMES), at_s=at_s, seconds=_frozen_s(random))
+        return Fault(target=target, kind=random.choice(OF_ACTORS), at_s=at_s, seconds=_frozen_s(random))
     kind = random.choice(AT_CALLS)
     seconds = random.uniform(-JUMP_S, JUMP_S) if kind == "clock jumps" else _frozen_s(random)
     return Fault(target=target, kind=kind, call=random.randint(1, CALLS), seconds=seconds)
@@ -89,6 +97,8 @@ class CallFaults:
                 process.kill()
             case "freezes":
                 process.freeze(fault.seconds)
+            case "is replaced":
+                process.replace(fault.seconds)
             case "clock jumps":
                 process.clock_ahead_s += fault.seconds
             case _:

@@ -40,6 +40,8 @@ class Process:
         self.is_frozen = False
         self.clock_ahead_s = 0.0  # of its wall clock
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.is_replaced = False
+        self.on_replaced: list[Callable[[], None]] = []
         self.on_death: list[Callable[[], None]] = []  # closes its sockets
         self._held: list[events.Handle] = []
         self.context: Context = copy_context()
@@ -67,6 +69,15 @@ class Process:
         self.is_frozen = True
         if seconds < math.inf:
             self.loop.call_outside(seconds, self.thaw)
+
+    def replace(self, seconds: float) -> None:
+        """Stop for a time in which another machine starts a successor."""
+        if self.is_frozen or self.is_dead or self.is_replaced:
+            return
+        self.is_replaced = True
+        self.freeze(seconds)
+        for tell in self.on_replaced:
+            tell()
 
     def thaw(self) -> None:
         """Go on."""

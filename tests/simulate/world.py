@@ -125,6 +125,7 @@ class World:
         self._begin_s = self.loop.time()
         self._over, self._made = asyncio.Event(), asyncio.Event()
         self.server.on_stored = self.stored
+        self.harm = ""  # that a replaced process did
         self.ended: set[str] = set()  # identities of processes
 
     def note(self, text: str) -> None:
@@ -235,6 +236,8 @@ class World:
             raise Broken(f"not over after {LIMIT_S:g} s; {self._where()}") from None
         if isinstance(self.finished, RunFailed):
             raise Broken(f"the run failed: {self.finished.reason}")
+        if self.harm:
+            raise Broken(self.harm)
         self.faults.is_over = True
         for keeper in keepers:
             keeper.cancel()
@@ -255,6 +258,7 @@ class World:
             process = self.processes[name] = Process(self.loop, name)
             ended = asyncio.Event()
             process.on_death.append(ended.set)
+            process.on_replaced.append(ended.set)
             task = process.start(self._process(name))
             task.add_done_callback(lambda _, ended=ended: ended.set())
             try:
@@ -263,9 +267,12 @@ class World:
                 if not process.is_dead:
                     await self._stop(process, task)
                 raise
-            self.ended.add(process.identity)
-            if not process.is_dead:
-                self._judge(name, task)
+            if process.is_replaced and not process.is_dead and not task.done():
+                task.add_done_callback(self._note_replaced)
+            else:
+                self.ended.add(process.identity)
+                if not process.is_dead:
+                    self._judge(name, task)
             low, high = RESTART_S
             await asyncio.sleep(low + (high - low) * self.chance.random())
 
@@ -273,6 +280,13 @@ class World:
         """The main function of an actor's process."""
         async with self._bus(name) as bus:
             await host(bus, [hosted(self.roles[name], self.topology, self.run_dir, name=name)])
+
+    def _note_replaced(self, task: "asyncio.Task[None]") -> None:
+        """Note how a process ended that has a successor: it may be fenced, and must have done no harm."""
+        error = None if task.cancelled() else task.exception()
+        self.note(f"a replaced process ends: {flatten(error) if error is not None else 'it is done'}"[:600])
+        if error is not None and any(isinstance(cause, AssertionError) for cause in flatten(error)):
+            self.harm = f"a replaced process: {flatten(error)}"
 
     def _judge(self, name: str, task: "asyncio.Task[None]") -> None:
         """Note why a process ended by itself.
@@ -334,7 +348,13 @@ class World:
         if fault.target != SERVER:
             process = self.processes.get(fault.target)
             if process is not None:
-                process.kill() if fault.kind == "dies" else process.freeze(fault.seconds)
+                match fault.kind:
+                    case "dies":
+                        process.kill()
+                    case "is replaced":
+                        process.replace(fault.seconds)
+                    case _:
+                        process.freeze(fault.seconds)
         elif fault.kind == "freezes":
             self.server.process.freeze(fault.seconds)
         elif fault.kind == "is full":
