@@ -92,9 +92,9 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> "PoolSettings":
-    from actors.reward.frames import GraderSpec, Hello
+    from actors.reward.grades import GraderSpec, Hello
     from actors.reward.pool import PoolSettings
-    from actors.reward.sandbox import Sandbox
+    from runtime.functions.sandbox import Sandbox
 
     grader = GraderSpec(name=args.grader, group=args.batch is not None)
     hello = Hello(graders=(grader,), reward_key=args.reward_key, cpu_s=2 * args.timeout_s)

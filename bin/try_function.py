@@ -16,7 +16,7 @@ from runtime.util.formatting import count_of
 
 if TYPE_CHECKING:
     from actors.buffer.prompts.source_process import SourceSettings
-    from actors.reward.frames import Graded
+    from actors.reward.grades import Graded
     from actors.reward.samples import GradedSample
     from actors.rollout.group_trials import FunctionTrial
     from actors.rollout.trial import GenerateRow, GenerateTrial

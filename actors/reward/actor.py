@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.batches import Batches
-from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.grades import Graded, GraderSpec, Hello
 from actors.reward.gradings import CallLimits, RateLimit, graded_again, summed
 from actors.reward.judging.keys import KeyProblem, remote_variables
 from actors.reward.judging.requests import FAILED

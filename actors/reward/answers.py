@@ -7,7 +7,7 @@ import msgspec
 import structlog
 from msgspec import UNSET
 
-from actors.reward.frames import Graded, unpacked
+from actors.reward.grades import Graded, unpacked
 from actors.reward.samples import GradedSample, Turn
 from messages import Float32Array, Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven, TurnSpan
 from messages.plain import clipped

@@ -8,7 +8,7 @@ from typing import Final
 import anyio
 import structlog
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample

@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.batches import Batches
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from messages import ScoreRequested

@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import anyio
 import msgspec
 
-from actors.reward.frames import Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.graders.builtin import INSTRUCTIONS, find_grader
 from actors.reward.graders.calling import grade_of
 from actors.reward.graders.code.running import NOT_ISOLATED
 from actors.reward.graders.instructions.package import add_data
+from actors.reward.grades import MAX_FRAME_BYTES, Grade, Graded, GraderSpec, Hello
 from actors.reward.gradings import summed
 from actors.reward.judging.keys import KeyProblem, remote_variables
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderProcessError, GraderUnusableError
 from actors.reward.recipe import graders_of, named_graders
 from actors.reward.samples import GradedSample, Turn
-from actors.reward.sandbox import Sandbox, sandbox_of
+from actors.reward.sandbox import sandbox_of
 from actors.reward.trial_answers import answers_to, failure_of, is_own_failure, place_of
 from messages import Prompt
 from runtime.data.dumps import DumpedGroup
 from runtime.functions.child import START_S, UserProcessError
-from runtime.functions.frames import FrameError
+from runtime.functions.frames import FrameError, framed
 from runtime.functions.load import is_plugin
+from runtime.functions.sandbox import Sandbox
 from runtime.node.checks.context import CheckContext, SourceRows
 from runtime.process.actor import InputError
 from runtime.settings.reading.config import Problem
@@ -238,7 +239,7 @@ async def _tried(
 
 
 async def _grades(process: GraderProcess, spec: GraderSpec, samples: tuple[GradedSample, ...]) -> list[Graded]:
-    await process.send(encode_frame(Grade(grader=spec, samples=samples)))
+    await process.send(framed(msgspec.msgpack.encode(Grade(grader=spec, samples=samples)), MAX_FRAME_BYTES))
     await process.receive(len(samples))
     return process.take(len(samples))
 

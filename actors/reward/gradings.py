@@ -1,4 +1,4 @@
-"""Calls of graders: those that a pool has in hand, their limits, tries and sums, and the time that the pool ran."""
+"""Calls of graders: those that a pool has in hand, what is sent of them, their limits, tries and sums."""
 
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
+import msgspec
 
-from actors.reward.causes import Cause
-from actors.reward.frames import Graded, GraderSpec, unpacked
+from actors.reward.causes import Cause, late
+from actors.reward.grades import GRADES, Grade, Graded, GraderSpec, unpacked
 from actors.reward.samples import GradedSample
+from runtime.functions.frames import LATE, RAISED, STUCK, FrameError
 from runtime.util.retrying import Backoff
 from runtime.util.rewards import reward_problem
 
-TICK_S: Final = 0.25
-LATE_S: Final = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
 PAUSES: Final = Backoff(first_s=0.2, max_s=5.0)  # between the grades of one sample
 
 GradeBy = Callable[[str], Awaitable[Sequence[Graded]]]
@@ -77,34 +77,37 @@ class Grading:
         if self._waiting is not None:
             self._waiting.set()
 
+    def payload(self) -> bytes:
+        """Return what a process gets."""
+        return msgspec.msgpack.encode(Grade(grader=self.grader, samples=self.samples))
+
+    def end(self, kind: bytes, content: bytes) -> None:
+        """Set the grades that a process answers, or an error in place of each.
+
+        Args:
+            kind: first byte of the answer's frame, as in runtime/functions/frames.py.
+            content: the rest.
+
+        Raises:
+            ValueError: these are no grades.
+        """
+        if kind in (LATE, STUCK):
+            self.fail(late(self.timeout_s), "timeout")
+        elif kind == RAISED:  # it was cancelled by its own function
+            self.fail(f"raised {content.decode(errors='replace').partition(chr(0))[0]}", "raised")
+        elif len(grades := GRADES.decode(content)) == len(self.samples):
+            self.finish(grades)
+        else:
+            raise ValueError(f"{len(grades)} grades of {len(self.samples)} samples")
+
+    def refuse(self, error: FrameError) -> None:
+        """Set an error, for a call that is too large to be sent."""
+        self.fail(f"too large for a grader process: {error}", "refused")
+
     def fail(self, reason: str, cause: Cause) -> None:
         """Set an error in place of each grade."""
         final = cause == "sandbox_lost"  # the pool has replaced the process `max_tries` times
         self.finish([Graded(error=reason, cause=cause, of_call=True, final=final) for _ in self.samples])
-
-
-class RunningTime:
-    """Measures how long this process was suspended, for example by SIGSTOP, from late ticks."""
-
-    def __init__(self) -> None:
-        self._lost_s = 0.0
-        self._due: float | None = None  # time of the next tick
-
-    async def run(self) -> None:
-        """Measure late ticks until cancelled."""
-        try:
-            while True:
-                self._due = anyio.current_time() + TICK_S
-                await anyio.sleep(TICK_S)
-                self._lost_s = self.lost_s
-        finally:
-            self._due = None
-
-    @property
-    def lost_s(self) -> float:
-        """Total seconds of suspension, including one that has just ended."""
-        late_s = 0.0 if self._due is None else anyio.current_time() - self._due
-        return self._lost_s + (late_s if late_s > LATE_S else 0.0)
 
 
 async def graded_again(

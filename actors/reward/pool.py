@@ -11,25 +11,17 @@ import msgspec
 import structlog
 
 from actors.reward.causes import CAUSES, Cause, late
-from actors.reward.frames import (
-    GATHER_S,
-    MAX_FRAME_BYTES,
-    Grade,
-    Graded,
-    GraderSpec,
-    Hello,
-    encode_frame,
-    gathers,
-)
-from actors.reward.gradings import CallLimits, Grading, RunningTime
+from actors.reward.grades import GATHER_S, MAX_FRAME_BYTES, Grade, Graded, GraderSpec, Hello, gathers
+from actors.reward.gradings import CallLimits, Grading
 from actors.reward.process import GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
-from actors.reward.together import CallsTogether, halved
 from runtime.functions.child import UserProcessError
-from runtime.functions.frames import FrameError
+from runtime.functions.frames import FrameError, framed
+from runtime.functions.sandbox import Sandbox
+from runtime.functions.together import TICK_S, CallsTogether, halved
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff, retried
+from runtime.util.running_time import RunningTime
 
 BATCH_S = GATHER_S  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
 MAX_BATCH = 32
@@ -72,7 +64,7 @@ class GraderPool:
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
-        self.running = RunningTime()
+        self.running = RunningTime(anyio.current_time, TICK_S)
 
     def calls_at_once(self, grader: GraderSpec) -> int:
         """Number of calls of a grader that keep its processes busy."""
@@ -125,6 +117,12 @@ class GraderPool:
         for stream in (self._send_gradings, self._gradings, self._send_calls, self._calls):
             stream.close()
 
+    async def keep_time(self) -> None:
+        """Measure how long this process is suspended. Never returns."""
+        while True:
+            self.running.tick()
+            await anyio.sleep(TICK_S)
+
     async def keep_process(self, process: GraderProcess | None = None) -> None:
         """Keep one process running and busy. Never returns.
 
@@ -155,7 +153,7 @@ class GraderPool:
             self._blame_of_async(in_flight, death)
             suspects = halved(in_flight, suspects)
 
-        await self._keep(msgspec.structs.replace(self._settings.hello, at_once=self._settings.at_once), use)
+        await self._keep(msgspec.structs.replace(self._settings.hello, together=True), use)
 
     async def _keep(
         self, hello: Hello, use: Callable[[GraderProcess], Awaitable[None]], process: GraderProcess | None = None
@@ -333,7 +331,7 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
     first = await GraderProcess.start(settings.hello, settings.sandbox)
     with closing(GraderPool(settings, first.asynchronous)) as pool:
         async with anyio.create_task_group() as keepers:
-            keepers.start_soon(pool.running.run)
+            keepers.start_soon(pool.keep_time)
             keepers.start_soon(pool.keep_process, first)
             for _ in range(settings.num_processes if first.asynchronous else 0):
                 keepers.start_soon(pool.keep_process_of_async)
@@ -374,7 +372,7 @@ def _leading_frame(gradings: Sequence[Grading], max_bytes: int) -> tuple[list[Gr
     while True:
         samples = tuple(sample for grading in batch for sample in grading.samples)
         try:
-            return batch, encode_frame(Grade(grader=batch[0].grader, samples=samples), max_bytes=max_bytes)
+            return batch, framed(msgspec.msgpack.encode(Grade(grader=batch[0].grader, samples=samples)), max_bytes)
         except FrameError:
             if len(batch) == 1:
                 raise

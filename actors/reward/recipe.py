@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 
 from actors.reward.causes import CAUSES, Cause
-from actors.reward.frames import GraderSpec
 from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
+from actors.reward.grades import GraderSpec
 from runtime.functions.table import PARSER, UserFunction
 from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology, own_graders, takes_list

@@ -1,16 +1,13 @@
-"""Sandbox settings of graders: environment variables, resource limits and hidden paths."""
+"""The sandbox of graders, as the topology configures it, and the time of their calls."""
 
 import os
-import sys
-from typing import Final, Literal
-
-import msgspec
+from typing import Final
 
 from actors.reward.graders.code.grader import SECONDS
 from actors.reward.graders.code.running import WALL_TIMES
-from runtime.functions.hidden_files import dumps_of, files_of, hidden_now, make_dumps, run_dir_of
-from runtime.functions.limits import UserLimits, environment
+from runtime.functions.hidden_files import dumps_of, files_of, make_dumps, run_dir_of
 from runtime.functions.load import file_of, is_plugin
+from runtime.functions.sandbox import Sandbox
 from runtime.settings.reading.schema import functions_in
 from runtime.settings.tables.reward import GraderLimits, RewardConfig
 from runtime.settings.topology import Topology
@@ -41,46 +38,6 @@ def needed_of(topology: Topology) -> tuple[str, ...]:
     named = [name for _, name, function in functions_in(topology) if function.runs_in == "grader process"]
     plugins = [file_of(name) for name in named if is_plugin(name)]
     return tuple(place for place in plugins if place.endswith(".py"))
-
-
-class Sandbox(UserLimits, frozen=True, kw_only=True):
-    """Limits and sandbox of a grader process.
-
-    `process` guards against accidents, `isolated` also hides the run's data.
-    """
-
-    kind: Literal["none", "process", "isolated"] = "process"
-    also: dict[str, str] = {}  # variables that are set
-    max_processes: int = 64  # running descendants of a grader process
-    hidden: tuple[str, ...] = ()  # files and directories that are hidden when isolated
-    runs: str | None = None  # directory whose runs are hidden when isolated
-    dumps: tuple[str, ...] = ()  # dump directories that are hidden when isolated
-    files: tuple[str, ...] = ()  # files with labels or credentials that are hidden when isolated
-    needed: tuple[str, ...] = ()  # files of graders; they stay visible
-
-    def environment(self) -> dict[str, str]:
-        """Environment of a grader process, filtered from this process's environment."""
-        kept = environment((*self.env, "OMP_NUM_THREADS"), marked=self.kind != "isolated")
-        return {**kept, **self.also, "PYTHONPATH": kept["PYTHONPATH"]}
-
-    def command(self) -> list[str]:
-        """Command line that starts a grader process; its parent must be this process."""
-        limited = self.kind != "none"
-        settings = {
-            "works": "actors.reward.worker:work",
-            "prefix": "physarum-grader-",
-            "sandbox": self.kind,
-            "memory_bytes": self.memory_bytes,
-            "max_files": self.max_files,
-            "max_processes": self.max_processes if limited else None,
-            "hidden": self._hidden() if self.kind == "isolated" else (),
-        }
-        parent, settings_json = str(os.getpid()), msgspec.json.encode(settings).decode()
-        return [sys.executable, "-P", "-m", "runtime.functions.keeper", parent, settings_json]
-
-    def _hidden(self) -> tuple[str, ...]:
-        found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()
-        return tuple(dict.fromkeys((*self.hidden, *found)))
 
 
 def sandbox_of(topology: Topology) -> Sandbox:

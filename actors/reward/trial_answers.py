@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
-from actors.reward.frames import Graded, GraderSpec
 from actors.reward.graders.calling import resolve_grader
+from actors.reward.grades import Graded, GraderSpec
 from messages import Prompt
 from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology

@@ -1,43 +1,29 @@
-"""Grader process: reads samples from stdin, writes grades to stdout, and dies with its keeper.
+"""What a grader process answers, in runtime/functions/worker.py. Imports little, since a killed one is replaced."""
 
-Imports little, so that a killed process is replaced quickly.
-"""
-
-import io
-import math
-import os
-import resource
-import signal
-import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.reward.frames import GATHER_S, Grade, Graded, GraderSpec, Hello, encode_frame, gathers
-from actors.reward.graders.calling import Call, grade_group, grade_sample, is_async, resolve_grader
-from runtime.functions.frames import (
-    ANSWERED,
-    RAISED,
-    FrameBuffer,
-    FrameError,
-    framed,
-    read_frame,
-    take_pipes,
-    write_all,
+from actors.reward.graders.calling import (
+    Call,
+    grade_group,
+    grade_sample,
+    grade_together,
+    is_async,
+    resolve_grader,
 )
-from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
-from runtime.util.import_path import user_folder_last
+from actors.reward.grades import GATHER_S, Grade, Graded, GraderSpec, Hello, encoded_grades, gathers
+from runtime.functions.answers import Answers
+from runtime.functions.limits import CpuLimit
 
 if TYPE_CHECKING:
     import asyncio
 
-
-class CpuLimitError(Exception):
-    """A grader call exceeded its CPU time."""
+GRADE = msgspec.msgpack.Decoder(Grade)
+CPU_KEY = "reward.cpu_s"
 
 
 class Waiter:
@@ -57,50 +43,54 @@ class Waiter:
         return self._runner.run(wait())
 
 
-class Worker:
-    """Grades the samples of Grade frames with the graders of this process."""
+class Graders:
+    """Grades the samples of calls with the graders of this process."""
 
-    def __init__(self, hello: Hello, fd_out: int) -> None:
+    def __init__(self, hello: Hello) -> None:
         self._hello = hello
-        self._fd_out = fd_out
         self._base_dirs = [Path(base) for base in hello.base_dirs]
         self._graders: dict[GraderSpec, Call] = {}
         self._wait = Waiter()
+        self._begin_call = _unlimited if hello.cpu_s is None else CpuLimit(hello.cpu_s, CPU_KEY).begin
 
-    def check(self) -> bytes:
-        """Resolve the graders named in the first frame; return the content of the answer: those that are async."""
-        try:
-            found = tuple(spec for spec in self._hello.graders if is_async(self.grader(spec)))
-        except ValueError as error:
-            return RAISED + str(error).encode()
-        return ANSWERED + msgspec.msgpack.encode(found)
+    def answer(self, payload: bytes) -> Iterator[bytes]:
+        """Grade samples and yield their grades: those of a user's function one by one, since it may end this process.
 
-    def answer(self, grade: Grade) -> None:
-        """Grade samples and write their grades: those of a user's function one by one, since it may end this process.
-
-        Grades of a built-in grader are written together, but no later than GATHER_S after the first of them was begun.
+        Grades of a built-in grader are yielded together, but no later than GATHER_S after the first of them was begun.
         """
+        grade = GRADE.decode(payload)
         try:
             grader = self.grader(grade.grader)
         except ValueError as error:
-            self._write(*(Graded(error=str(error), cause="refused") for _ in grade.samples))
+            yield encoded_grades(_refused(error, grade))
             return
-        hello, cpu_s = self._hello, self._hello.cpu_s
+        reward_key = self._hello.reward_key
         if grade.grader.group:
-            _limit_cpu(cpu_s)
-            self._write(*grade_group(grader, grade.samples, reward_key=hello.reward_key, wait=self._wait))
+            self._begin_call()
+            yield encoded_grades(grade_group(grader, grade.samples, reward_key=reward_key, wait=self._wait))
             return
         gathered, until = list[Graded](), 0.0
         gather_s = GATHER_S if gathers(grade.grader) else 0.0
         for sample in grade.samples:
             if not gathered:
-                _limit_cpu(cpu_s)
+                self._begin_call()
                 until = time.monotonic() + gather_s
-            gathered.append(grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait))
+            gathered.append(grade_sample(grader, sample, reward_key=reward_key, wait=self._wait))
             if time.monotonic() >= until:
-                self._write(*gathered)
+                yield encoded_grades(gathered)
                 gathered.clear()
-        self._write(*gathered)
+        if gathered:
+            yield encoded_grades(gathered)
+
+    async def answer_together(self, payload: bytes) -> bytes:
+        """Grade samples by an async function while other calls run."""
+        grade = GRADE.decode(payload)
+        try:
+            grader = self.grader(grade.grader)
+        except ValueError as error:
+            return encoded_grades(_refused(error, grade))
+        group, reward_key = grade.grader.group, self._hello.reward_key
+        return encoded_grades(await grade_together(grader, grade.samples, group=group, reward_key=reward_key))
 
     def grader(self, spec: GraderSpec) -> Call:
         """The function of a grader.
@@ -113,56 +103,22 @@ class Worker:
             grader = self._graders[spec] = resolve_grader(spec, self._base_dirs)
         return grader
 
-    def _write(self, *grades: Graded) -> None:
-        write_all(self._fd_out, b"".join(map(_framed, grades)))
 
+def answering(hello: bytes) -> Answers:
+    """Load the graders that a Hello names. The process then names those that are async functions.
 
-def _framed(graded: Graded) -> bytes:
-    try:
-        return encode_frame(graded)
-    except FrameError as error:
-        too_large = Graded(error=f"the answer is too large: {error}", cause="bad_answer", took_s=graded.took_s)
-        return encode_frame(too_large)
-
-
-def work(refusal: str | None) -> int:
-    """Grade until the input ends. With `refusal`, report that the sandbox is unavailable and return.
-
-    Returns:
-        The exit code.
+    Raises:
+        ValueError: a grader cannot be used.
     """
-    user_folder_last()
-    fd_in, fd_out = take_pipes()
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)  # stderr, which is logged
-    buffer = FrameBuffer()
-    frame = read_frame(fd_in, buffer)
-    if frame is None:
-        return EXIT_NO_HELLO
-    if refusal is not None:
-        problem = f'reward.sandbox = "isolated": this machine cannot isolate graders: {refusal}'
-        write_all(fd_out, framed(RAISED + problem.encode()))
-        return EXIT_OK
-    signal.signal(signal.SIGXCPU, _end_call)
-    hello = msgspec.msgpack.decode(frame, type=Hello)
-    worker = Worker(hello, fd_out)
-    write_all(fd_out, framed(worker.check()))
-    if hello.at_once:
-        from actors.reward.overlapping import grade_overlapping  # imports asyncio
-
-        return grade_overlapping(worker.grader, hello, fd_in, fd_out, buffer)
-    decoder = msgspec.msgpack.Decoder(Grade)
-    while (frame := read_frame(fd_in, buffer)) is not None:
-        worker.answer(decoder.decode(frame))
-    return EXIT_OK
+    given = msgspec.msgpack.decode(hello, type=Hello)
+    graders = Graders(given)
+    found = tuple(spec for spec in given.graders if is_async(graders.grader(spec)))
+    return Answers(graders.answer, msgspec.msgpack.encode(found), graders.answer_together if given.together else None)
 
 
-def _end_call(_signal: int, _frame: FrameType | None) -> None:
-    raise CpuLimitError("reward.cpu_s")
+def _refused(error: ValueError, grade: Grade) -> list[Graded]:
+    return [Graded(error=str(error), cause="refused") for _ in grade.samples]
 
 
-def _limit_cpu(cpu_s: float | None) -> None:
-    """Limit the CPU time of the next call. The kernel's limit is a total per process, in whole seconds."""
-    if cpu_s is not None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(usage.ru_utime + usage.ru_stime + cpu_s), hard))
+def _unlimited() -> None:
+    """Begin a call whose CPU time is not limited."""

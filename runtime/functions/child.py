@@ -1,8 +1,7 @@
 """A process of users' code, seen from its parent: start, frames, output and end. All that users write runs in one.
 
-`Child` is the process; `UserProcess` calls a function in it, and starts another one after an end. Data sources block
-(actors/buffer/prompts/source_process.py); graders answer sample by sample, and behind a keeper with more limits
-(actors/reward/process.py). docs/develop/where-things-are.md says what each guarantees.
+`Child` is the process, perhaps behind a keeper; `UserProcess` calls a function in it, and starts another one after an
+end. Calls that run together: `together.py`. docs/develop/where-things-are.md says what each kind guarantees.
 """
 
 import os
@@ -10,25 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import inf
 from typing import ClassVar, Final, Self
 
 import anyio
-import msgspec
 from anyio.abc import Process
 
 from runtime.bus.background import in_background
 from runtime.functions.frames import ANSWERED, RAISED, FrameBuffer, FrameError, framed
-from runtime.functions.limits import UserLimits, environment
+from runtime.functions.limits import UserLimits
 from runtime.functions.table import UserFunction
 from runtime.util.descendants import children_of
-from runtime.util.exit_codes import EXIT_OK
+from runtime.util.exit_codes import EXIT_OK, EXIT_TOO_MANY_PROCESSES
 from runtime.util.formatting import signal_name
 
 START_S: Final = 30.0  # users' modules may be slow to import
 KILL_S: Final = 5.0
+TIDY_S: Final = 2.0  # time for a keeper to kill all that its process started
+EXIT_GRACE_S: Final = 0.2  # time to read what a process wrote just before it ended
 MAX_BYTES: Final = 256 << 20  # of one answer
 MAX_STARTS: Final = 2  # processes that may end, or not be ready in time, before one is ready
 WHERE_S: Final = 1.0  # to read the stack of a call
@@ -64,13 +64,13 @@ class UserFunctionError(Exception):
 
 
 class Child:
-    """A process that runs users' code. Created by `open`."""
+    """A process that runs users' code, or its keeper, which ends as it does. Created by `open`."""
 
     user: ClassVar[str] = "it"  # in messages: the function
     called: ClassVar[str] = "its process"  # in messages
     period_s: ClassVar[float] = inf  # after which further output is logged, even within a call
 
-    def __init__(self, process: Process, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, process: Process, max_bytes: int, *, is_kept: bool) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -78,24 +78,26 @@ class Child:
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._frames = FrameBuffer(max_bytes)
         self._printed = _Output(self.period_s)
+        self._is_kept = is_kept
+        self.greeting = b""  # what the process says of itself once it is ready
 
     @classmethod
     async def open(
         cls,
         words: Sequence[str],
-        env: Mapping[str, str],
+        limits: UserLimits,
         *,
+        hello: bytes = b"",
         timeout_s: float = START_S,
-        hello: bytes | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> Self:
         """Start a process and wait until it is ready.
 
         Args:
-            words: command line.
-            env: environment variables.
+            words: `answering` of the function's kind, and its first arguments.
+            limits: of the process.
+            hello: the last argument of `answering`; empty: it takes none.
             timeout_s: until it is ready.
-            hello: content of its first frame; None: it gets none.
             max_bytes: of an answer.
 
         Raises:
@@ -103,17 +105,16 @@ class Child:
             TimeoutError: the process was not ready in time.
             UserProcessError: it ended.
         """
-        pipe = subprocess.PIPE
-        child = cls(
-            await anyio.open_process(words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True),
-            max_bytes,
+        pipe, env = subprocess.PIPE, limits.environment()
+        process = await anyio.open_process(
+            limits.command(words), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
         )
+        child = cls(process, max_bytes, is_kept=limits.is_kept)
         try:
             async with child.forwarding():
                 with anyio.fail_after(timeout_s):
-                    if hello is not None:
-                        await child.send(framed(hello))
-                    child.greeted(child._content(await child.receive_frame()))
+                    await child.send(framed(hello))
+                    child.greeting = child.content_of(await child.receive_frame())
             return child
         except UserFunctionError as error:
             await child.kill()
@@ -121,9 +122,6 @@ class Child:
         except BaseException:
             await child.kill()
             raise
-
-    def greeted(self, content: bytes) -> None:
-        """Take what the process says of itself once it is ready."""
 
     @property
     def pid(self) -> int:
@@ -139,7 +137,7 @@ class Child:
             UserProcessError: the process ended.
         """
         async with self.forwarding():
-            answer = self._content(await self._answer(framed(payload), timeout_s))
+            answer = self.content_of(await self._answer(framed(payload), timeout_s))
         if self._frames:
             raise self.broken("an answer without a call")
         return answer
@@ -187,8 +185,16 @@ class Child:
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise await self._died() from error
 
-    def _content(self, frame: bytes) -> bytes:
-        """Return what the function answered."""
+    def content_of(self, frame: bytes) -> bytes:
+        """Return what the function answered.
+
+        Args:
+            frame: the content of the frame.
+
+        Raises:
+            UserFunctionError: it raised.
+            BrokenAnswer: the frame is no answer.
+        """
         kind, content = frame[:1], frame[1:]
         if kind == RAISED:
             text, _, trace = content.decode(errors="replace").partition("\0")
@@ -233,8 +239,19 @@ class Child:
         self._printed.feed(text)
         return text[text.rfind(STACK) :].decode(errors="replace") if STACK in text else ""
 
+    async def watch_exit(self, then: Callable[[], None]) -> None:
+        """Call `then` after the process ended. Its pipe may stay open if users' code has forked."""
+        await self._process.wait()
+        await anyio.sleep(EXIT_GRACE_S)
+        then()
+
     async def kill(self) -> None:
-        """Kill the process and what it started, and close its pipes."""
+        """Kill the process and what it started, and close its pipes. A keeper finds daemons too."""
+        if self._is_kept and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            with anyio.move_on_after(TIDY_S, shield=True):
+                await self._process.wait()
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_S, shield=True):
             children = children_of(self.pid) if self._process.returncode is None else ()  # else the id may be another's
             for group in (*children, self.pid):  # a child may lead a group of its own
@@ -248,6 +265,8 @@ class Child:
         code = self._process.returncode
         if code is None:
             return f"{self.called} closed its output"
+        if self._is_kept and code == EXIT_TOO_MANY_PROCESSES:
+            return f"{self.user} was killed: it started more processes than reward.max_processes"
         if code < 0:
             return f"{self.called} was killed by {signal_name(-code)}"
         return f"{self.called} ended" if code == EXIT_OK else f"{self.called} exited with code {code}"
@@ -309,12 +328,12 @@ class UserProcess:
             ValueError: the function cannot be used.
             NotReady: the process did not start, nor did another one.
         """
-        words = command(self._function, self._key, self._name, self._limits)
+        words = (self._function.answering, self._key, self._name)
         for starts in range(1, MAX_STARTS + 1):
             if self._running is not None:
                 return
             try:
-                self._running = await Child.open(words, environment(self._limits.env))
+                self._running = await Child.open(words, self._limits)
             except (TimeoutError, UserProcessError) as error:
                 if starts == MAX_STARTS:
                     late = f"its process was not ready after {START_S:g} s"
@@ -354,9 +373,3 @@ class UserProcess:
         running, self._running = self._running, None
         if running is not None:
             await running.kill()
-
-
-def command(function: UserFunction, key: str, name: str, limits: UserLimits) -> list[str]:
-    """Return the command line of the process of a user's function. Arguments as of `UserProcess`."""
-    words = (function.answering, key, name, msgspec.json.encode(limits).decode())
-    return [sys.executable, "-P", "-m", "runtime.functions.worker", *words]

@@ -1,12 +1,17 @@
 """Frames between a process of users' code and its parent: a length, then the content. Imports little."""
 
 import os
+import struct
 from math import inf
 from typing import Final
 
 LENGTH_BYTES: Final = 4
 ANSWERED: Final = b"\1"  # first byte of the content of an answer; what the function answered follows
 RAISED: Final = b"\0"  # the same; the text of an error follows, then NUL and a traceback
+LATE: Final = b"\2"  # the same, if calls run together: the call took too long, and was cancelled
+STUCK: Final = b"\3"  # the same, and it cannot be cancelled: the process ends
+CALL: Final = struct.Struct(">Id")  # before a call, if calls run together: its number and its seconds
+NUMBER: Final = struct.Struct(">I")  # before its answer: its number
 
 
 class FrameError(ValueError):

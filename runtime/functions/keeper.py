@@ -1,6 +1,6 @@
 """Supervisor of a process that runs users' code: enforces its limits, ends as it does, and kills all its descendants.
 
-It forks a grader process, or runs the program of an agent.
+It forks a process of a user's function, or runs the program of an agent.
 
 Run as `python -m runtime.functions.keeper PARENT_PID SETTINGS`. Standard library only: its child imports the rest.
 """
@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -120,8 +119,9 @@ def _in_child(settings: dict[str, Any], folder: str, door: Door | None, *, isola
         return _run_program(settings, folder, refusal)
     os.environ.update(TMPDIR=folder)
     tempfile.tempdir = None  # makes tempfile read TMPDIR again
-    module, _, name = settings["works"].partition(":")  # after the fork, so that the keeper stays small
-    return int(getattr(import_module(module), name)(refusal))
+    from runtime.functions.worker import work  # after the fork, so that the keeper stays small
+
+    return work(refusal and f"{settings['refused']}: {refusal}", settings["words"])
 
 
 def _run_program(settings: dict[str, Any], folder: str, refusal: str | None) -> int:

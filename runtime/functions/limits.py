@@ -1,9 +1,13 @@
 """Environment and limits of a process that runs users' code."""
 
+import math
 import os
 import resource
+import signal
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from types import FrameType
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -16,12 +20,32 @@ PASSED_ON: Final = (  # environment variables that users' functions get
 AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 
 
+class CpuLimitError(Exception):
+    """A call exceeded its CPU time."""
+
+
 class UserLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a user's process."""
+
+    is_kept: ClassVar[bool] = False  # whether a keeper starts it; runtime/functions/sandbox.py
 
     memory_bytes: int = 8 << 30  # of data, per process
     max_files: int = 1024  # open at a time
     env: tuple[str, ...] = ()  # further environment variables that it gets
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the process, filtered from those of this process."""
+        return environment(self.env)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the command line of the process.
+
+        Args:
+            words: `answering` of the function's kind, and its first arguments: the setting's key and the function's
+                name.
+        """
+        limits = msgspec.json.encode(self).decode()
+        return [sys.executable, "-P", "-m", "runtime.functions.worker", *words, limits]
 
 
 def environment(names: Sequence[str], *, marked: bool = True) -> dict[str, str]:
@@ -48,3 +72,20 @@ def limit(limits: UserLimits, further: Mapping[int, int] | None = None) -> None:
     for kind, wanted in {**bounds, resource.RLIMIT_CORE: 0, **(further or {})}.items():
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+class CpuLimit:
+    """Limits the CPU time of each call. One that exceeds it gets a CpuLimitError with the setting's key."""
+
+    def __init__(self, cpu_s: float, key: str) -> None:
+        self._cpu_s, self._key = cpu_s, key
+        signal.signal(signal.SIGXCPU, self._end_call)
+
+    def begin(self) -> None:
+        """Limit the next call. The kernel's limit is a total per process, in whole seconds."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(usage.ru_utime + usage.ru_stime + self._cpu_s), hard))
+
+    def _end_call(self, _signal: int, _frame: FrameType | None) -> None:
+        raise CpuLimitError(self._key)

@@ -195,7 +195,7 @@ def file_of(value: str) -> str:
 
 
 def dotted_hint(value: str) -> str | None:
-    """Return a hint for a function named as `module.function`, as in slime, or a file alone; None for other names."""
+    """Return a hint for a function named as `module.function`, or a file alone; None for other names."""
     if value.endswith(".py"):
         return f'did you mean "{value}:function"?'
     module, dot, function = value.rpartition(".")

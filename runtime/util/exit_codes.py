@@ -6,7 +6,6 @@ EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1  # may be retried
 EXIT_INPUT_ERROR: Final = 2  # the input is wrong; a restart does not help
 EXIT_FENCED: Final = 118  # another process has taken over its role; not a code that a user's function may end with
-EXIT_NO_HELLO: Final = 4  # of a grader process: its actor never sent the grader settings
 EXIT_ORPHANED: Final = 5  # of a grader's keeper process: its actor is gone
 EXIT_NO_SPACE: Final = 6  # the disk is full; the run continues once there is space
 EXIT_TOO_MANY_PROCESSES: Final = 117  # of a grader's keeper process: it killed the grader for too many processes

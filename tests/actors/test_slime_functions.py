@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from actors.filter.filters import GroupSummary, verdict_of
-from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.stated import slime_dapo
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from messages.events import Outcome
@@ -190,7 +190,7 @@ def test_an_installed_slime_is_not_shadowed(tmp_path: Path) -> None:
         "def grade(args, sample):\n    return (slime.__file__, type(sample) is Sample)\n"
     )
     program = (
-        "from actors.reward.frames import GraderSpec\nfrom actors.reward.graders.calling import resolve_grader\n"
+        "from actors.reward.grades import GraderSpec\nfrom actors.reward.graders.calling import resolve_grader\n"
         "from actors.reward.samples import GradedSample\n"
         "print(*resolve_grader(GraderSpec(name='slime:own.py:grade'))(GradedSample()))"
     )

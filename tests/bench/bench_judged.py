@@ -13,10 +13,10 @@ from pathlib import Path
 
 import anyio
 
-from actors.reward.frames import GraderSpec, Hello
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
+from runtime.functions.sandbox import Sandbox
 from runtime.process.logs import configure_logging
 from runtime.util.descendants import children_of
 from tests.support import http_judged

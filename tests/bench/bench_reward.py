@@ -12,8 +12,8 @@ from pathlib import Path
 
 import anyio
 
-from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.calling import resolve_grader
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from runtime.process.logs import configure_logging

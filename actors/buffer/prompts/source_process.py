@@ -12,8 +12,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from actors.buffer.prompts.source_worker import Draw, Drawn, Hello, Ready, SavedState, kind_of
 from runtime.data.data_files import DataError
-from runtime.functions.child import BrokenAnswer, Child, UserFunctionError, UserProcessError, command
-from runtime.functions.limits import UserLimits, environment
+from runtime.functions.child import BrokenAnswer, Child, UserFunctionError, UserProcessError
+from runtime.functions.limits import UserLimits
 from runtime.functions.table import SOURCE
 from runtime.ledger.state import GroupOutcome
 from runtime.settings.derived import limits_of
@@ -99,19 +99,21 @@ class SourceProcess:
     def _start(self) -> None:
         if self._process is not None:
             return
-        given, env = self._settings, environment(self._settings.limits.env)
-        words = command(kind_of(given.key), given.key, given.value, given.limits)
-        start = partial(Child.open, words, env, timeout_s=START_TIMEOUT_S, max_bytes=MAX_ANSWER_BYTES)
+        given = self._settings
+        start = partial(
+            Child.open,
+            (kind_of(given.key).answering, given.key, given.value),
+            given.limits,
+            hello=msgspec.msgpack.encode(given.hello),
+            timeout_s=START_TIMEOUT_S,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
         with self._in_time(LOADING, START_TIMEOUT_S):
             portal = self._opened.enter_context(start_blocking_portal())
             child = portal.call(start)
             self._opened.callback(portal.call, child.kill)
+            self.gets_outcomes = msgspec.msgpack.decode(child.greeting, type=Ready).gets_outcomes
         self._process, self._has_drawn = (portal, child), False
-        ready = self._ask(given.hello, Ready, START_TIMEOUT_S, LOADING)
-        if ready.error:
-            self.kill()
-            raise DataError(ready.error)
-        self.gets_outcomes = ready.gets_outcomes
 
     def draw(
         self, first: int, count: int, outcomes: Sequence[GroupOutcome] = (), *, state: SavedState | None = None

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from runtime.data.data_files import DataError, read_records
+from runtime.functions.answers import Answers
 from runtime.functions.load import load
 from runtime.functions.table import SOURCE, SOURCE_CLASS, UserFunction
 from runtime.ledger.state import GroupOutcome
@@ -31,16 +32,15 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First call of the process: the files of its class."""
+    """What the process gets first: the files of its class."""
 
     files: dict[str, str] = {}  # data files by the name of their table
     max_row_bytes: int = 16 << 20
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to Hello: ready, or the error that prevents it."""
+    """What the process says once it is ready."""
 
-    error: str = ""
     gets_outcomes: bool = False  # whether the class has a method `told`
 
 
@@ -211,21 +211,30 @@ def kind_of(key: str) -> UserFunction:
     return SOURCE_CLASS if key.endswith(".source_class") else SOURCE
 
 
-def answering(key: str, name: str) -> Callable[[bytes], bytes]:
-    """Return what answers in the process: Ready to a Hello, which is first, and Drawn to a Draw.
+def answering(key: str, name: str, hello: bytes = b"") -> Answers:
+    """Load a class or a function, which answers Drawn to a Draw. The process then says Ready.
+
+    Args:
+        key: setting that names it.
+        name: of the class or the function.
+        hello: a Hello; empty: it is loaded, and not called.
 
     Raises:
-        ValueError: the class or the function cannot be used.
+        ValueError: it cannot be used.
     """
-    loaded, source = load(kind_of(key), key, name).function, list[Source]()
+    loaded = load(kind_of(key), key, name).function
+    if not hello:
+        return Answers(_answer_nothing)
+    try:
+        source = Source(loaded, name, msgspec.msgpack.decode(hello, type=Hello))
+    except (DataError, UserError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
 
     def answer(payload: bytes) -> bytes:
-        if source:
-            return msgspec.msgpack.encode(source[0].answer(msgspec.msgpack.decode(payload, type=Draw)))
-        try:
-            source.append(Source(loaded, name, msgspec.msgpack.decode(payload, type=Hello)))
-        except (ValueError, DataError, UserError, MemoryError) as error:
-            return msgspec.msgpack.encode(Ready(error=str(error) or type(error).__name__))
-        return msgspec.msgpack.encode(Ready(gets_outcomes=source[0].gets_outcomes))
+        return msgspec.msgpack.encode(source.answer(msgspec.msgpack.decode(payload, type=Draw)))
 
-    return answer
+    return Answers(answer, msgspec.msgpack.encode(Ready(gets_outcomes=source.gets_outcomes)))
+
+
+def _answer_nothing(_payload: bytes) -> bytes:
+    return b""

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from actors.reward.causes import cause_of, is_of_machine, retry_after_s
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.samples import GradedSample
 from runtime.functions.load import find, is_plugin
 from runtime.functions.table import GRADER, PARSER

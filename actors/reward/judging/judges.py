@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.judging.budget import open_budgets
 from actors.reward.judging.cache import Caches, key_of
 from actors.reward.judging.gateway import gateway

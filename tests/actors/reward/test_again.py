@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from actors.reward.causes import Cause, cause_of, retry_after_s, seconds_of
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import Grading, graded_again
 from actors.reward.recipe import retried_causes
 from actors.reward.samples import GradedSample

@@ -10,8 +10,8 @@ import pytest
 
 from actors.reward.actor import RewardActor
 from actors.reward.batches import Batches
-from actors.reward.frames import Graded, GraderSpec
 from actors.reward.grader_check import SampleRow, check_graders
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool
 from actors.reward.recipe import graders_of

@@ -66,7 +66,7 @@ async def test_where_graders_lie_beside_runs_the_runs_alone_are_hidden(
     (place / "runs" / "new").mkdir()
     sandbox = sandbox_of(isolated_topology(place))
     (place / "runs" / "new" / "topology.json").write_text("x")  # it begins later
-    assert sandbox.command()[-1].count(str(place / "runs" / "new")) == 1
+    assert sandbox.command(())[-1].count(str(place / "runs" / "new")) == 1
     seen = await seen_of(isolated_topology(place), place)
     assert (seen["files"], seen["folders"]) == ("free.txt notes.txt", "runs")
 
@@ -74,5 +74,5 @@ async def test_where_graders_lie_beside_runs_the_runs_alone_are_hidden(
 async def test_a_dump_that_is_not_there_yet_is_hidden_too(place: Path) -> None:
     topology = isolated_topology(place)
     later = msgspec.structs.replace(topology, run=msgspec.structs.replace(topology.run, dump_details=f"{place}/later"))
-    assert f"{place}/later" in sandbox_of(later).command()[-1]
+    assert f"{place}/later" in sandbox_of(later).command(())[-1]
     assert (place / "later").stat().st_mode & 0o777 == 0o700

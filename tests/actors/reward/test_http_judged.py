@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 import anyio
 import pytest
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
+from runtime.functions.sandbox import Sandbox
 from tests.actors.reward.test_pool import AMPLE_S, pool_of
 from tests.support import http_judged
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import graded_again
 from actors.reward.recipe import retried_causes
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
 from runtime.functions import isolation
+from runtime.functions.sandbox import Sandbox
 from tests.actors.reward.test_pool import AMPLE_S, USER_CODE, pool_of
 from tests.build.topology import topology_with
 from tests.support.killed_sandboxes import SHARE, Killer, distance

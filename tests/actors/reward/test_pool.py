@@ -3,24 +3,23 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import psutil
 import pytest
 
-from actors.reward.frames import Grade, Graded, GraderSpec, Hello
+from actors.reward.grades import GRADES, Grade, Graded, GraderSpec, Hello
 from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
-from actors.reward.worker import Worker
-from runtime.functions.frames import FrameBuffer
+from actors.reward.worker import Graders
+from runtime.functions.sandbox import Sandbox
 from runtime.util.retrying import Backoff
 
 pytestmark = pytest.mark.anyio
@@ -279,26 +278,17 @@ async def test_no_sample_is_blamed_for_a_process_that_ends_with_several_of_a_bui
     assert [graded.reward for graded in grades] == [1.0, 1.0, 1.0]
 
 
-async def test_grades_of_a_built_in_grader_are_written_together_and_those_of_a_users_function_one_by_one() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a write is a packet
-    worker = Worker(Hello(), theirs.fileno())
+async def test_grades_of_a_built_in_grader_are_sent_together_and_those_of_a_users_function_one_by_one() -> None:
+    graders = Graders(Hello())
     samples = tuple(GradedSample(response="a b", label="a b") for _ in range(3))
-    num_writes = []
+    num_parts = []
     for name in ("f1", f"{USER_CODE}:length"):
         spec = GraderSpec(name=name)
-        worker.answer(Grade(grader=spec, samples=samples[:1]))  # resolves it
-        ours.recv(1 << 16)
-        worker.answer(Grade(grader=spec, samples=samples))
-        buffer, num_grades = FrameBuffer(), 0
-        num_writes.append(0)
-        while num_grades < 3:
-            buffer.feed(ours.recv(1 << 16))
-            num_writes[-1] += 1
-            while buffer.next_frame() is not None:
-                num_grades += 1
-    ours.close()
-    theirs.close()
-    assert num_writes[0] < num_writes[1] == 3
+        [*graders.answer(msgspec.msgpack.encode(Grade(grader=spec, samples=samples[:1])))]  # resolves it
+        parts = [*graders.answer(msgspec.msgpack.encode(Grade(grader=spec, samples=samples)))]
+        assert sum(len(GRADES.decode(part)) for part in parts) == 3
+        num_parts.append(len(parts))
+    assert num_parts[0] < num_parts[1] == 3
 
 
 async def test_an_idle_process_that_is_killed_is_replaced() -> None:
@@ -330,7 +320,7 @@ async def test_no_process_is_left_when_the_pool_closes() -> None:
 
 async def test_a_grader_process_dies_with_its_parent_even_when_busy(tmp_path: Path) -> None:
     code = (
-        "import sys, anyio, actors.reward.pool as p, actors.reward.frames as f, actors.reward.samples as s\n"
+        "import sys, anyio, actors.reward.pool as p, actors.reward.grades as f, actors.reward.samples as s\n"
         "async def main():\n"
         "    async with p.open_pool(p.PoolSettings(hello=f.Hello(), timeout_s=60)) as pool:\n"
         "        files = {'started': sys.argv[2], 'file': '/no/such/file'}\n"
@@ -429,6 +419,7 @@ async def test_more_samples_than_the_queue_holds_are_graded() -> None:
 async def test_a_grader_process_imports_little() -> None:
     """What makes it start in 50 ms on an idle machine, so that a killed one is soon replaced."""
     heavy = ("numpy", "torch", "asyncio", "messages", "structlog")
-    code = f"import sys, actors.reward.worker; print([name for name in {heavy} if name in sys.modules])"
+    modules = "actors.reward.worker, runtime.functions.worker"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     result = await anyio.run_process([sys.executable, "-c", code])
     assert result.stdout.decode().strip() == "[]"

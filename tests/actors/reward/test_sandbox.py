@@ -10,12 +10,12 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.grades import Graded, GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import GraderUnusableError
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
 from runtime.functions import isolation, seccomp
+from runtime.functions.sandbox import Sandbox
 from tests.actors.reward.test_pool import AMPLE_S, is_running, until_ended, until_exists
 from tests.fixtures.nats import eventually
 from tests.support.other_user import open_directory

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from actors.reward.actor import RewardActor
-from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.grader_check import SampleRow, check_graders
+from actors.reward.grades import Graded, GraderSpec, unpacked
 from actors.reward.gradings import sum_of, summed
 from actors.reward.recipe import graders_of
 from actors.rollout.samples.failures import FailurePolicy

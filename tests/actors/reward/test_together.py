@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.grades import Graded, GraderSpec
 from actors.reward.gradings import CallLimits, RateLimit
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample
@@ -103,7 +103,7 @@ async def test_of_calls_that_die_together_the_one_to_blame_is_found(tmp_path: Pa
 
 
 async def test_a_call_that_blocks_in_a_task_of_its_own_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.reward.together.GRACE_S", 0.5)
+    monkeypatch.setattr("runtime.functions.together.GRACE_S", 0.5)
     async with together() as pool:
         grades = await tell_at_once(pool, "wait 0.1", ("block_child", 0.5))
     assert summary(grades) == [1.0, "timeout"]

@@ -8,8 +8,8 @@ import pytest
 from actors.buffer.preflight import SourceSummary
 from actors.buffer.prompts.prompts import Reader
 from actors.reward.causes import is_of_machine
-from actors.reward.frames import Graded
 from actors.reward.grader_check import SampleRow, check_graders
+from actors.reward.grades import Graded
 from actors.reward.trial_answers import answers_to, failure_of
 from messages import Int32Array, Prompt
 from runtime.node.checks.context import SourceRows

@@ -63,3 +63,18 @@ async def test_the_output_of_a_call_is_logged_up_to_a_limit(tmp_path: Path, capf
     assert printed.count("y") == PRINTED_BYTES - len("loaded\n")
     left_out = len("loaded\n") + 200_001 - PRINTED_BYTES
     assert printed.endswith(f"(further output is left out: {left_out} B)\n")
+
+
+@pytest.mark.anyio
+async def test_a_printed_line_is_logged_although_its_process_is_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # as in a command; the processes of a run have it
+    file = tmp_path / "mine.py"
+    file.write_text("print('loaded')\ndef judge(group): return True\n")
+    process = UserProcess(FILTER, "k", f"{file}:judge", UserLimits())
+    try:
+        await process.start()
+    finally:
+        await process.kill()
+    assert capfd.readouterr().err == "loaded\n"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.graders.calling import grade_group, grade_of, grade_sample, resolve_grader
+from actors.reward.grades import Graded, GraderSpec, unpacked
 from actors.reward.samples import GradedSample, Turn
 
 

@@ -15,8 +15,8 @@ import anyio
 import pytest
 from filelock import FileLock
 
-from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.gym.tasks import Gym, GymError
+from actors.reward.grades import GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from runtime.functions.load import load

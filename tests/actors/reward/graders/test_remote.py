@@ -13,14 +13,14 @@ import anyio
 import pytest
 
 from actors.reward.causes import cause_of
-from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.grader_check import try_grader
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.calling import grade_of
 from actors.reward.graders.remote import RemoteError, remote_environment, remote_rm
+from actors.reward.grades import Graded, GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import Sandbox
+from runtime.functions.sandbox import Sandbox
 from runtime.settings.load import load_topology
 
 pytestmark = pytest.mark.anyio

@@ -1,17 +1,18 @@
-"""What a pool and a grader process send to each other, in frames of msgpack. Grades of a batch come one by one."""
+"""What a pool and a grader process send to each other, in msgpack. Grades of a batch may come in several parts."""
 
 from array import array
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
 from actors.reward.causes import Cause
 from actors.reward.samples import GradedSample
-from runtime.functions.frames import framed
 from runtime.functions.load import is_plugin
 
 GATHER_S = 0.002  # grading time of a built-in grader after which the answers so far are written
 MAX_FRAME_BYTES = 256 << 20
+MARGIN_BYTES: Final = 64  # of a frame, around what it holds
 
 
 class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +29,13 @@ def gathers(grader: GraderSpec) -> bool:
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame to a process: its graders and their limits."""
+    """What a process gets first: its graders and their limits."""
 
     graders: tuple[GraderSpec, ...] = ()  # resolved before the process is ready; others at their first use
     base_dirs: tuple[str, ...] = ()  # directories that relative plug-in paths are resolved against
     reward_key: str | None = None  # key of the reward in a dict answer
     cpu_s: float | None = None  # CPU seconds per call
-    at_once: int = 0  # calls of async functions that run together; 0: one call at a time
+    together: bool = False  # calls run together; its graders are async functions
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +43,6 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
     grader: GraderSpec
     samples: tuple[GradedSample, ...]
-    call: int = 0  # number of the call, if calls run together
-    timeout_s: float = 0.0  # of the call, if calls run together
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,18 +66,15 @@ def unpacked(rewards: bytes) -> "array[float]":
     return array("f", rewards)
 
 
-class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The grades of one of the calls that run together."""
-
-    call: int
-    grades: tuple[Graded, ...]
-    last: bool = False  # the process ends, since this call keeps it from answering others
+GRADES: Final = msgspec.msgpack.Decoder(list[Graded])
 
 
-def encode_frame(struct: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Encode a struct as a frame.
-
-    Raises:
-        FrameError: the frame exceeds `max_bytes`.
-    """
-    return framed(msgspec.msgpack.encode(struct), max_bytes)
+def encoded_grades(grades: Sequence[Graded]) -> bytes:
+    """Encode the grades of samples. If they are larger than an answer may be, each is an error."""
+    content = msgspec.msgpack.encode(grades)
+    if len(content) < MAX_FRAME_BYTES - MARGIN_BYTES:
+        return content
+    error = f"the answer is too large: a frame of {len(content)} bytes; at most {MAX_FRAME_BYTES} are allowed"
+    return msgspec.msgpack.encode(
+        [Graded(error=error, cause="bad_answer", took_s=graded.took_s, of_call=len(grades) > 1) for graded in grades]
+    )

@@ -1,21 +1,36 @@
-"""One grader process in use by calls of async functions, which run together."""
+"""One process in use by calls of async functions, which run together: `overlapping.py` is the other side."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Generic, Protocol, TypeVar
 
 import anyio
 
-from actors.reward.frames import Grade, encode_frame
-from actors.reward.gradings import TICK_S, Grading, RunningTime
-from actors.reward.process import GraderProcess
-from runtime.functions.child import UserProcessError
-from runtime.functions.frames import FrameError
+from runtime.functions.child import Child, UserProcessError
+from runtime.functions.frames import ANSWERED, CALL, NUMBER, STUCK, FrameError, framed
+from runtime.util.running_time import RunningTime
 
+TICK_S: Final = 0.25
 GRACE_S: Final = 5.0  # after its timeout a call must have ended; the process itself ends calls before that
 
 
-class CallsTogether:
+class Call(Protocol):
+    """A call, which may be sent again to another process."""
+
+    timeout_s: float
+    abandoned: bool  # its caller no longer waits
+    is_done: bool
+
+    async def wait(self) -> None: ...
+    def payload(self) -> bytes: ...
+    def end(self, kind: bytes, content: bytes) -> None: ...  # raises ValueError: the content is no answer
+    def refuse(self, error: FrameError) -> None: ...  # its payload is too large
+
+
+CallT = TypeVar("CallT", bound=Call)
+
+
+class CallsTogether(Generic[CallT]):
     """Sends calls to one process until it ends. Nothing is lost: `left` and `suspects` go to the next process.
 
     If a process ends with several calls in flight, any of them may be the cause. All become suspects, in two groups.
@@ -25,22 +40,22 @@ class CallsTogether:
 
     def __init__(
         self,
-        process: GraderProcess,
-        take: Callable[[], Awaitable[list[Grading]]],
-        finished: Callable[[Grading], None],
+        process: Child,
+        take: Callable[[], Awaitable[list[CallT]]],
+        finished: Callable[[CallT], None],
         *,
         at_once: int,
         max_frame_bytes: int,
         running: RunningTime,
-        left: deque[Grading],
-        suspects: deque[list[Grading]],
+        left: deque[CallT],
+        suspects: deque[list[CallT]],
     ) -> None:
         """Start without calls.
 
         Args:
-            process: the process; it was started for async functions.
+            process: the process; its calls run together.
             take: waits for further calls.
-            finished: called after a call has its grades.
+            finished: called after a call has ended.
             at_once: number of calls in flight.
             max_frame_bytes: of a call; a larger one fails.
             running: the time that this process itself ran.
@@ -54,12 +69,12 @@ class CallsTogether:
         self._running = running
         self._left, self._suspects = left, suspects
         self._room = anyio.Semaphore(at_once)
-        self._flight: dict[int, tuple[Grading, float]] = {}  # call and the time it was sent, by number
+        self._flight: dict[int, tuple[CallT, float]] = {}  # call and the time it was sent, by number
         self._num_sent = 0
         self._ended_itself = False
         self._death: str | None = None
 
-    async def run(self) -> tuple[list[Grading], str | None]:
+    async def run(self) -> tuple[list[CallT], str | None]:
         """Use the process until it ends.
 
         Returns:
@@ -78,7 +93,7 @@ class CallsTogether:
         finally:
             await self._process.kill()
         death = None if late else self._death or self._process.ending()
-        in_flight = [grading for grading, _ in self._flight.values() if not grading.abandoned]
+        in_flight = [call for call, _ in self._flight.values() if not call.abandoned]
         if self._ended_itself:
             self._left.extendleft(reversed(in_flight))
             in_flight = []
@@ -93,16 +108,16 @@ class CallsTogether:
                 await self._room.acquire()
                 while not self._left:
                     self._left.extend(await self._take())
-                grading = self._left[0]
-                if grading.abandoned:
+                call = self._left[0]
+                if call.abandoned:
                     self._left.popleft()
                     self._room.release()
                 else:
-                    await self._send(grading)
+                    await self._send(call)
         except UserProcessError:
             return  # `watch_exit` ends the use, after what the process wrote is read
 
-    async def _send_group(self, suspects: list[Grading]) -> None:
+    async def _send_group(self, suspects: list[CallT]) -> None:
         sent = [suspect for suspect in suspects if not suspect.abandoned]
         for suspect in sent:
             await self._room.acquire()
@@ -110,53 +125,59 @@ class CallsTogether:
         for suspect in sent:
             await suspect.wait()
 
-    async def _send(self, grading: Grading) -> None:
+    async def _send(self, call: CallT) -> None:
         self._num_sent += 1
-        call = self._num_sent
-        message = Grade(grader=grading.grader, samples=grading.samples, call=call, timeout_s=grading.timeout_s)
+        number = self._num_sent
         try:
-            frame = encode_frame(message, max_bytes=self._max_frame_bytes)
+            frame = framed(CALL.pack(number, call.timeout_s) + call.payload(), self._max_frame_bytes)
         except FrameError as error:
-            grading.fail(f"too large for a grader process: {error}", "refused")
-            self._finished(grading)
+            call.refuse(error)
+            self._finished(call)
             self._room.release()
         else:
-            self._flight[call] = grading, self._now()
+            self._flight[number] = call, self._now()
             await self._process.send(frame)
         finally:
-            if self._left and self._left[0] is grading:
+            if self._left and self._left[0] is call:
                 self._left.popleft()
 
     async def _receive_all_until(self, ended: Callable[[], None]) -> None:
         try:
             while True:
-                answer = await self._process.receive_call()
-                grading, _ = self._flight.get(answer.call, (None, 0.0))
-                if grading is None or len(answer.grades) != len(grading.samples):
-                    raise self._process.broken("grades that no call asked for")
-                del self._flight[answer.call]
-                grading.finish(answer.grades)
-                self._finished(grading)
-                self._room.release()
-                if answer.last:
-                    self._ended_itself = True
+                self._receive(await self._process.receive_frame())
         except UserProcessError as error:
             self._death = str(error)
             ended()
+
+    def _receive(self, frame: bytes) -> None:
+        """End the call that a frame answers. Raises UserProcessError if there is none, or this is no answer."""
+        kind, place = frame[:1], len(ANSWERED) + NUMBER.size
+        number = int.from_bytes(frame[len(ANSWERED) : place], "big")
+        call, _ = self._flight.get(number, (None, 0.0))
+        if call is None:
+            raise self._process.broken("an answer that no call asked for")
+        try:
+            call.end(kind, frame[place:])
+        except (RecursionError, OverflowError, ValueError) as error:
+            raise self._process.broken(error) from error
+        self._ended_itself |= kind == STUCK
+        del self._flight[number]
+        self._finished(call)
+        self._room.release()
 
     async def _until_late(self) -> bool:
         """Wait until a call should have been ended by the process long ago."""
         while True:
             await anyio.sleep(TICK_S)
             now = self._now()
-            if any(now - sent_at > grading.timeout_s + GRACE_S for grading, sent_at in self._flight.values()):
+            if any(now - sent_at > call.timeout_s + GRACE_S for call, sent_at in self._flight.values()):
                 return True
 
     def _now(self) -> float:
         return anyio.current_time() - self._running.lost_s
 
 
-def halved(in_flight: list[Grading], suspects: deque[list[Grading]]) -> deque[list[Grading]]:
+def halved(in_flight: Sequence[CallT], suspects: deque[list[CallT]]) -> deque[list[CallT]]:
     """The groups of suspects after a process ended.
 
     Args:
