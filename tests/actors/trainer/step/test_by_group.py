@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", CASES.values(), ids=CASES.keys())
 def test_a_step_is_the_same_to_the_bit_whatever_was_computed_ahead(
     make_topology: MakeTopology, tables: dict[str, Any]
@@ -87,6 +88,7 @@ def test_a_group_is_laid_out_by_itself_whatever_else_is_in_its_batch(make_topolo
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", CASES.values(), ids=CASES.keys())
 def test_a_step_by_group_is_that_by_batch_up_to_rounding(make_topology: MakeTopology, tables: dict[str, Any]) -> None:
     by_group = make_topology(**tables | {"trainer": {"log_probs_ahead": True} | tables.get("trainer", {})})

@@ -76,7 +76,7 @@ def all_passed(topology: Topology, batches: list[TrainBatch]) -> Trained:
         return trained(topology, batches)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["padded", "packed"])
 @pytest.mark.parametrize("algorithm", SETTINGS.values(), ids=SETTINGS)
 def test_they_train_the_same_without_passes(
     make_topology: MakeTopology, algorithm: dict[str, Any], packed: bool

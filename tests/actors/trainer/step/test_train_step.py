@@ -230,6 +230,7 @@ def test_the_reference_is_the_first_weights_unless_another_is_named(make_topolog
     assert step(random_batch(1)).metrics["train/kl_loss"] > 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_token", [False, True])
 def test_training_does_not_depend_on_the_cut_into_micro_batches(make_topology: MakeTopology, per_token: bool) -> None:
     algorithm = {"entropy_coef": 0.05, "reduction": {"type": "token-mean" if per_token else "rollout-mean"}}
