@@ -36,13 +36,14 @@ def audit(world: World) -> None:
         state = check_ledger(log)
         check_that_the_accountant_agrees(log)
         check_the_end(log, num_steps)
-        check_batches(log, run)
-        check_samples(log)
-        check_line_of_training(log, num_steps)
         check_evaluations(log, run)
-        check_weights(world, log)
-        check_payloads(world, log, state)
         check_leases(world, log)
+        if not world.lost_payloads:  # batches are made again then, and a replayed step may lack groups
+            check_batches(log, run)
+            check_samples(log)
+            check_line_of_training(log, num_steps)
+            check_weights(world, log)
+            check_payloads(world, log, state)
     except AssertionError as error:
         raise Broken(f"audit: {str(error)[:2000]}") from error
 

@@ -21,10 +21,11 @@ AT_CALLS: Final = (
 )  # of the bus
 AT_TIMES: Final = ("dies", "freezes")
 OF_ACTORS: Final = (*AT_TIMES, "is replaced")  # stands still, while another machine starts a successor
-OF_SERVER: Final = ("dies", "freezes", "is full")
+LOSES_PAYLOADS: Final = "loses payloads"
+OF_SERVER: Final = ("dies", "freezes", "is full", LOSES_PAYLOADS)
 CALLS: Final = 150  # of an actor, up to which faults are drawn
 TIME_S: Final = 12.0  # up to which faults are drawn
-DOWN_S: Final = (0.1, 20.0)
+DOWN_S: Final = (0.1, 45.0)  # beyond the time limit of a publish
 FROZEN_S: Final = (0.2, 60.0)
 JUMP_S: Final = 1000.0
 LONGEST: Final = 8  # faults of a run
@@ -55,7 +56,7 @@ def _draw(random: Random, actors: list[str], engines: list[str]) -> Fault:
     at_s = random.uniform(0, TIME_S)
     if kind_of_target < 0.15:
         kind = random.choice(OF_SERVER)
-        return Fault(target=SERVER, kind=kind, at_s=at_s, seconds=random.uniform(*DOWN_S))
+        return Fault(target=SERVER, kind=kind, at_s=at_s, seconds=_between(random, *DOWN_S))
     if kind_of_target < 0.3:
         return Fault(target=random.choice(engines), kind=random.choice(AT_TIMES), at_s=at_s, seconds=_frozen_s(random))
     target = random.choice(actors)
@@ -67,7 +68,10 @@ def _draw(random: Random, actors: list[str], engines: list[str]) -> Fault:
 
 
 def _frozen_s(random: Random) -> float:
-    low, high = FROZEN_S
+    return _between(random, *FROZEN_S)
+
+
+def _between(random: Random, low: float, high: float) -> float:
     return low * (high / low) ** random.random()  # short ones as often as long ones
 
 

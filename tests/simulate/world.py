@@ -24,6 +24,7 @@ from messages import Message, Plane, RunFailed, RunFinished, decode
 from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.process.hosting import host
 from runtime.process.logs import silenced
 from runtime.process.main import exit_code_of
@@ -34,7 +35,7 @@ from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from tests.build.topology import topology_with
 from tests.simulate.engine import Session, SimulatedEngine
 from tests.simulate.environment import replaced, simulated
-from tests.simulate.faults import SERVER, CallFaults, Fault, drawn
+from tests.simulate.faults import LOSES_PAYLOADS, SERVER, CallFaults, Fault, drawn
 from tests.simulate.loop import Process, Stuck, VirtualLoop, current
 from tests.simulate.server import EPOCH_S, SimulatedServer
 from tests.simulate.trainer import Disk, ScriptedRank, ScriptedThread
@@ -125,6 +126,7 @@ class World:
         self._begin_s = self.loop.time()
         self._over, self._made = asyncio.Event(), asyncio.Event()
         self.server.on_stored = self.stored
+        self.lost_payloads: set[int] = set()
         self.harm = ""  # that a replaced process did
         self.ended: set[str] = set()  # identities of processes
 
@@ -245,11 +247,15 @@ class World:
 
     async def _daemon(self) -> None:
         """Make the streams, and notice the end of the run."""
-        async with self._bus("daemon") as bus:
-            await bus.ensure_streams(stream_limits(self.topology))
-            await bus.ensure_score_queues(())
-            self._made.set()
-            await anyio.sleep_forever()
+        while True:
+            try:
+                async with self._bus("daemon") as bus:
+                    await bus.ensure_streams(stream_limits(self.topology))
+                    await bus.ensure_score_queues(())
+                    self._made.set()
+                    await anyio.sleep_forever()
+            except BusError as error:
+                self.note(f"the daemon tries again: {error!r}")
 
     async def _keep(self, name: str) -> None:
         """Keep an actor's process running, as a node daemon does."""
@@ -337,8 +343,13 @@ class World:
             await asyncio.sleep(self.chance.random())
 
     async def _announce(self, index: int, where: Address) -> None:
-        async with self._bus("daemon") as bus:
-            await bus.kv.put(address_key("engine", "policy", index), where)
+        while True:
+            try:
+                async with self._bus("daemon") as bus:
+                    await bus.kv.put(address_key("engine", "policy", index), where)
+                    return
+            except BusError as error:
+                self.note(f"the daemon tries again: {error!r}")
 
     def _strike(self, fault: Fault) -> None:
         """Carry out a fault that comes at a time."""
@@ -357,6 +368,12 @@ class World:
                         process.freeze(fault.seconds)
         elif fault.kind == "freezes":
             self.server.process.freeze(fault.seconds)
+        elif fault.kind == LOSES_PAYLOADS:
+            stream = self.server.streams.get(stream_of(RUN, Plane.DATA))
+            for seq in list(stream.messages) if stream is not None else ():
+                if stream is not None and self.chance.random() < 0.3:
+                    stream.remove(seq)
+                    self.lost_payloads.add(seq)
         elif fault.kind == "is full":
             stream = self.server.streams.get(stream_of(RUN, self.chance.choice([Plane.EVENT, Plane.WORK, Plane.DATA])))
             if stream is not None:
