@@ -106,6 +106,16 @@ async def test_a_node_with_the_secret_reads_what_was_announced(tmp_path: Path) -
         assert at.room.sent_bytes == len(CONTENT) + 256
 
 
+async def test_a_peer_with_the_secret_reads_which_pieces_of_a_manifest_are_here(tmp_path: Path) -> None:
+    async with opened(tmp_path) as at:
+        assert (await at.get(f"{DIGEST}/pieces"))[0] == 404  # no manifest
+        at.room.offer({OTHER: Offered(at.file, len(CONTENT), held=lambda: b"\xa0")})
+        assert await at.get(f"{OTHER}/pieces") == (200, b"\xa0")
+        assert (await at.get(f"{OTHER}/pieces", secret=Room().secret.reveal()))[0] == 401
+        at.room.withdraw([OTHER])
+        assert (await at.get(f"{OTHER}/pieces"))[0] == 404
+
+
 async def test_nothing_else_is_served(tmp_path: Path) -> None:
     (tmp_path / "join.toml").write_text("password")
     async with opened(tmp_path) as at:
