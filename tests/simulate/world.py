@@ -17,7 +17,7 @@ import actors.reward.actor
 import actors.rollout.actor
 import actors.trainer.actor
 from actors.registry import Role, hosted
-from actors.reward.frames import Graded
+from actors.reward.grades import Graded
 from actors.reward.samples import GradedSample
 from actors.rollout.engines import ownership
 from messages import Message, Plane, RunFailed, RunFinished, decode
