@@ -45,8 +45,8 @@ How to add one: [families](../develop/model-families.md). A key of a model's `co
 - **refused** unless it has the value in the table: transformers' class reads it, and trainer and tiny engine do not.
 - in no row of its model type: transformers' class does not read it. It is ignored, and a start names it.
 
-`{code}` is refused, except code that only makes tokens, and code that is published and
-computes what transformers' own class does ({coded}). No code of a model is run to read its configuration.
+`{code}` has no effect: no code of a model is run to read its configuration or to train it. Without a `model_type` it is
+refused.
 `{quantization}` may have the methods {methods} ([which](../train/models.md#quantized-weights)).
 `model.ignore_config_keys` trains a model without keys that are refused: [models](../train/models.md#configurations).
 
@@ -103,10 +103,9 @@ def encoded(table: ConfigTable) -> str:
 def page(table: ConfigTable) -> str:
     """Return the reference page of a table."""
     reads = {model_type: table.reads(keys.name) for model_type, keys in table.models.items()}
-    coded = ", ".join(f"`{name}`" for name, family in families().items() if family.code)
     rows = "\n".join(_family_row(family) for family in families().values())
     methods = ", ".join(f"`{name}`" for name in METHODS)
-    named = {"code": CODE, "coded": coded, "quantization": QUANTIZATION, "methods": methods}
+    named = {"code": CODE, "quantization": QUANTIZATION, "methods": methods}
     head = HEAD.format(version=table.transformers, families=rows, **named)
     rows = [_row(key, reads) for key in sorted({key for keys in reads.values() for key in keys})]
     return head + "\n".join(rows) + "\n"

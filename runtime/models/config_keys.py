@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -31,8 +31,7 @@ WITHOUT_EFFECT: Final = frozenset(  # keys that classes read, and that change no
     ).split()
 )
 SILENT: Final = ("_",)  # prefixes of keys that tools add and no class reads: not named
-CODE: Final = "auto_map"
-OF_TOKENS: Final = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")  # in auto_map
+CODE: Final = "auto_map"  # the model's own code, which is not run
 
 
 class ModelKeys(msgspec.Struct, frozen=True):
@@ -88,8 +87,11 @@ def sort_keys(keys: Mapping[str, Any], family: Family) -> SortedKeys:
     reads, problems, unread = config_table().reads(family.architecture), list[str](), list[str]()
     silent = family.built_keys | without_effect(family)
     for key, value in keys.items():
-        if key == CODE:
-            problems.extend(_code_problems(value, family))
+        if key == CODE and value and not keys.get("model_type"):
+            problems.append(
+                f"{CODE} {_short(value)} is not supported without a model_type: the model's own code may compute "
+                f"another model than transformers' {family.architecture}, and it is not run"
+            )
         elif key == QUANTIZATION:
             problems.extend(quantization_problems(value))
         elif key in silent or key.startswith(SILENT):
@@ -103,19 +105,6 @@ def sort_keys(keys: Mapping[str, Any], family: Family) -> SortedKeys:
                 f"here; supported: its default, {_short(reads[key])}"
             )
     return SortedKeys(tuple(problems), tuple(unread))
-
-
-def _code_problems(value: Any, family: Family) -> tuple[str, ...]:
-    """Refuse code of a checkpoint, which is not run, unless it computes the same as transformers' class."""
-    if not isinstance(value, dict):
-        return (f"{CODE} {_short(value)} is not supported",) if value else ()
-    named = {key: code for key, code in cast("dict[str, Any]", value).items() if key not in OF_TOKENS}
-    if named.items() <= family.code.items():
-        return ()
-    return (
-        f"{CODE} {_short(named)} is not supported: the model's own code may compute another model than transformers' "
-        f"{family.architecture}, and it is not run",
-    )
 
 
 def _short(value: Any) -> str:

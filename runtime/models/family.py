@@ -3,7 +3,7 @@
 Each module of `runtime/models/families` has one `FAMILY`. It alone names the family's model types and classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -27,6 +27,7 @@ class Composite(msgspec.Struct, frozen=True, kw_only=True):
     copied: tuple[str, ...] = ()  # its other modules
     without_effect: tuple[str, ...] = ()  # its keys beside those of the text model
     has_stacked_experts: bool = False  # its files have a tensor of all experts in the place of one of each
+    takes_any_text: bool = False  # its text model may be of another declared family; text_config names it
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +47,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[str, str] = _NONE  # pieces of names that the files spell otherwise than the blocks
     same: tuple[str, ...] = ()  # further model types that are published with this architecture
     without_effect: tuple[str, ...] = ()  # keys that its class reads, and that change no output of what is built here
-    code: Mapping[str, str] = _NONE  # published code (auto_map) that computes what transformers' class does
     on_sglang: str = "not tested"  # whether SGLang 0.5.23 serves it on the CPU
     ignored_by_sglang: Mapping[str, Any] = {}  # keys that SGLang ignores, with the value that it assumes
     copied: tuple[str, ...] = ()  # modules of the files that are not built, and that exports have unchanged
@@ -103,7 +103,7 @@ def family_of(kind: str | None, architecture: str | None, text: str | None = Non
         if not by_type:
             names = dict.fromkeys(name for family in every for name in family.model_types)
             raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(names)}")
-        return _with_text(by_type, text)
+        return _with_text(by_type[0], kind, text)
     by_class = [family for family in every if architecture in family.architectures]
     if not by_class:
         names = sorted({name for family in every for name in family.architectures})
@@ -111,14 +111,20 @@ def family_of(kind: str | None, architecture: str | None, text: str | None = Non
     both = [family for family in by_class if not kind or family in by_type]
     if not both:
         raise ValueError(f"model_type {kind!r} does not match architecture {architecture}")
-    return _with_text(both, text)
+    whole = both[0].composite
+    is_whole = whole is not None and architecture in whole.architectures
+    return _with_text(both[0], whole.model_type if is_whole else kind, text)
 
 
-def _with_text(found: Sequence[Family], text: str | None) -> Family:
-    """Return the one of several families whose text model a directory has inside."""
-    if len(found) == 1 and (text is None or found[0].composite is None):
-        return found[0]
-    if (own := next((family for family in found if text in (family.model_type, *family.same)), None)) is not None:
-        return own
-    names = ", ".join(repr(name) for family in found for name in (family.model_type, *family.same))
-    raise ValueError(f"text_config.model_type {text!r} is not supported; supported: {names}")
+def _with_text(found: Family, kind: str | None, text: str | None) -> Family:
+    """Return the family of the text model that a directory has inside, published as the found one is."""
+    composite = found.composite_of(kind)
+    if composite is None or (text is None and not composite.takes_any_text):
+        return found
+    allowed = {name: each for each in families().values() for name in (each.model_type, *each.same)}
+    if not composite.takes_any_text:
+        allowed = dict.fromkeys((found.model_type, *found.same), found)
+    if text not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"text_config.model_type {text!r} is not supported; supported: {names}")
+    return msgspec.structs.replace(allowed[text], composite=composite)

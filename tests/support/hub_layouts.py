@@ -136,6 +136,29 @@ def _glm(config: dict[str, Any], *, unread: tuple[str, ...] = ()) -> Layout:
     )
 
 
+def _deepseek(config: dict[str, Any], *, unread: tuple[str, ...] = ()) -> Layout:
+    """A model of DeepSeek, published in FP8."""
+    return Layout(
+        {key: value for key, value in config.items() if value is not None},
+        {"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>", **_SAMPLING},
+        _DEEPSEEK,
+        "{{ bos_token }}{%- for message in messages %}"
+        "{%- if message['role'] == 'user' %}{{- '<｜User｜>' + message['content'] }}{%- endif %}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{{- '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
+        "<｜begin▁of▁sentence｜><｜User｜>1+1?<｜Assistant｜>",
+        {
+            "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>", "lstrip": False},
+            "eos_token": {"__type": "AddedToken", "content": "<｜end▁of▁sentence｜>", "lstrip": False},
+        },
+        template_file="tokenizer_config.json",
+        unread=unread,
+        quantized=True,
+        shards=True,
+    )
+
+
 LAYOUTS: Final[dict[str, Layout]] = {
     "Qwen3-0.6B": Layout(
         {
@@ -357,11 +380,14 @@ LAYOUTS: Final[dict[str, Layout]] = {
         "{%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{%- endif %}",
         "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n]~b]user\n1+1?[e~[\n]~b]ai\n<think>\n",
         {"bos_token": "]~!b[", "eos_token": "[e~[", "unk_token": "]!d~["},
-        unread=("mlp_intermediate_size", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "shared_moe_mode"),
+        unread=(
+            *("auto_map", "mlp_intermediate_size", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+            "shared_moe_mode",
+        ),
         quantized=True,
         shards=True,
     ),
-    "DeepSeek-V3": Layout(
+    "DeepSeek-V3": _deepseek(
         {
             **DEEPSEEK,
             **{"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4},
@@ -370,22 +396,38 @@ LAYOUTS: Final[dict[str, Layout]] = {
             "rope_scaling": {**YARN, "beta_fast": 32, "factor": 40, "type": "yarn"},
             "transformers_version": "4.33.1",
         },
-        {"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>", **_SAMPLING},
-        _DEEPSEEK,
-        "{{ bos_token }}{%- for message in messages %}"
-        "{%- if message['role'] == 'user' %}{{- '<｜User｜>' + message['content'] }}{%- endif %}"
-        "{%- if message['role'] == 'assistant' %}"
-        "{{- '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}"
-        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
-        "<｜begin▁of▁sentence｜><｜User｜>1+1?<｜Assistant｜>",
+        unread=("auto_map", "ep_size"),
+    ),
+    "DeepSeek-V3.2-Exp": _deepseek(
         {
-            "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>", "lstrip": False},
-            "eos_token": {"__type": "AddedToken", "content": "<｜end▁of▁sentence｜>", "lstrip": False},
+            **DEEPSEEK,
+            **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "auto_map": None},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_theta": 10000},
+            **{"index_head_dim": 8, "index_n_heads": 4, "index_topk": 2, "routed_scaling_factor": 2.5},
+            **{"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>"},
+            "quantization_config": FP8 | {"scale_fmt": "ue8m0"},
+            "rope_scaling": {**YARN, "beta_fast": 32, "factor": 40, "type": "yarn"},
+            **{"num_nextn_predict_layers": 1, "transformers_version": "4.44.2"},
         },
-        template_file="tokenizer_config.json",
         unread=("ep_size",),
-        quantized=True,
-        shards=True,
+    ),
+    "GLM-5": _glm(
+        {
+            **OLD,
+            **SIZES,
+            **{"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "attention_bias": False},
+            **{"pad_token_id": "<|endoftext|>", "eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"]},
+            **{"dtype": "bfloat16", "vocab_size": VOCABULARY, "num_key_value_heads": 4, "moe_intermediate_size": 16},
+            **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16},
+            **{"head_dim": 4, "qk_head_dim": 16, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 2},
+            **{"indexer_rope_interleave": True, "rope_interleave": True, "ep_size": 1, "pretraining_tp": 1},
+            **{"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+            **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": True},
+            **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
+            **{"rms_norm_eps": 1e-05, "tie_word_embeddings": False, "transformers_version": "5.0.2.dev0"},
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        },
+        unread=("ep_size",),
     ),
     "Kimi-K2-Instruct": Layout(
         {
@@ -406,7 +448,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
         "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>"
         "<|im_user|>user<|im_middle|>1+1?<|im_end|><|im_assistant|>assistant<|im_middle|>",
         {"bos_token": "[BOS]", "eos_token": "[EOS]", "additional_special_tokens": ["<|im_end|>", "<|im_user|>"]},
-        unread=("ep_size", "seq_aux", "aux_loss_alpha"),
+        unread=("auto_map", "ep_size", "seq_aux", "aux_loss_alpha"),
         quantized=True,
     ),
 }

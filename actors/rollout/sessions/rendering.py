@@ -2,14 +2,14 @@
 
 Tokens that were sampled are never rendered. What follows them is rendered behind a marker: (user, assistant with the
 marker, what follows), cut after the token that ends the marked turn. To render with and without it and to take the
-difference would be wrong: Qwen3 writes an empty thought into a last turn alone.
+difference would be wrong: some templates write an empty thought into a last turn alone.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from actors.rollout.sessions.families import OTHER, ChatFamily, family_of
+from actors.rollout.sessions.formats import OTHER, ChatFormat, format_of
 from actors.rollout.sessions.tool_calls import OPEN_THOUGHT
 from runtime.data.chat import Messages
 from runtime.sessions.turns import ChatMessage, Tool, ToolCall
@@ -59,20 +59,20 @@ class Rendering:
     """Renders the prompts of one model.
 
     Attributes:
-        family: of the model; OTHER: only `whole` can render.
+        format: of its template; OTHER: only `whole` can render.
     """
 
     def __init__(self, template: Template, tokens: Tokens) -> None:
-        """Find the family of a template. Raises ValueError: the model has no template."""
-        self.family: ChatFamily = family_of(template.source())
+        """Find the format of a template. Raises ValueError: the model has no template."""
+        self.format: ChatFormat = format_of(template.source())
         self._template = template
         self._tokens = tokens
-        self._stops = tokens.end_ids | {ids[0] for text in self.family.stops if len(ids := tokens.encode(text)) == 1}
+        self._stops = tokens.end_ids | {ids[0] for text in self.format.stops if len(ids := tokens.encode(text)) == 1}
 
     @property
     def renders_tails(self) -> bool:
         """Whether the end of a turn is known, so that what follows it can be rendered alone."""
-        return self.family is not OTHER
+        return self.format is not OTHER
 
     def is_ended(self, last_id: int) -> bool:
         """Whether a turn that ends with this token needs no further end."""
@@ -112,12 +112,12 @@ class Rendering:
 
     def _cut(self, text: str, last_id: int) -> str:
         """Return what follows the marked turn, with or without its end."""
-        places = [(text.find(end), end) for end in self.family.ends]
+        places = [(text.find(end), end) for end in self.format.ends]
         place, end = min(((place, end) for place, end in places if place >= 0), default=(0, ""))
         text = text[place + len(end) :]
         if not self.is_ended(last_id):
-            return (self.family.ends[0] if self.family.ends else "") + text
-        opener = next((each for each in self.family.openers if text.startswith(each)), None)
+            return (self.format.ends[0] if self.format.ends else "") + text
+        opener = next((each for each in self.format.openers if text.startswith(each)), None)
         if opener is not None and self._tokens.encode(opener) == [last_id]:
             return text[len(opener) :]  # the turn has sampled it
         return text
@@ -137,7 +137,7 @@ class Rendering:
 
     def _marked(self, above: ChatMessage, messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """Return a turn in place of the sampled one, with the marker at its end."""
-        if not self.family.names_callers or not above.tool_calls or not messages or messages[0].role != "tool":
+        if not self.format.names_callers or not above.tool_calls or not messages or messages[0].role != "tool":
             return {"role": "assistant", "content": MARK}
         answered = [call for call in above.tool_calls if call.id == messages[0].tool_call_id]
         call = ToolCall("call", [*answered, *above.tool_calls][0].name, json.dumps({MARK: ""}, ensure_ascii=False))
@@ -146,19 +146,19 @@ class Rendering:
     def _plain(self, message: ChatMessage, is_first: bool) -> dict[str, Any]:
         """Return a message as templates take it."""
         role: str = "system" if message.role == "developer" else message.role
-        if role == "system" and not is_first and not self.family.system_inside:
+        if role == "system" and not is_first and not self.format.system_inside:
             role = "user"
         plain: dict[str, Any] = {"role": role, "content": message.text}
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             plain["tool_calls"] = [self._call(call) for call in message.tool_calls]
-        is_given = bool(message.reasoning) and not (message.tool_calls and message.text and self.family.names_callers)
-        return plain | {self.family.thoughts_key: message.reasoning} if is_given else plain
+        is_given = bool(message.reasoning) and not (message.tool_calls and message.text and self.format.names_callers)
+        return plain | {self.format.thoughts_key: message.reasoning} if is_given else plain
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         arguments: Any = call.arguments
-        if not self.family.arguments_as_text:
+        if not self.format.arguments_as_text:
             try:
                 arguments = json.loads(call.arguments or "{}")
             except (ValueError, RecursionError):

@@ -417,7 +417,7 @@ class Session:
         places = [place for stop in request.sampling.stop if (place := text.find(stop)) >= 0]
         text = text[: min(places, default=len(text))]
         tools = {tool.name: tool for tool in request.tools}
-        parsed = self._rendering.family.parse(text, tools, in_thoughts)
+        parsed = self._rendering.format.parse(text, tools, in_thoughts)
         calls = tuple(ToolCall(f"call_{uuid.uuid4().hex[:24]}", call.name, call.arguments) for call in parsed.calls)
         return ChatMessage("assistant", parsed.text, parsed.reasoning, calls)
 

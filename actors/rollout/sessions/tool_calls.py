@@ -1,4 +1,4 @@
-"""Reads the text of a sampled turn: thoughts, words and calls of tools, as each family of models writes them. Pure.
+"""Reads the text of a sampled turn: thoughts, words and calls of tools, in the formats of chat templates. Pure.
 
 Arguments stay the text that was sampled. A call that is not complete JSON stays part of the words, as the model wrote
 it: nothing that was sampled is repaired.
@@ -13,14 +13,14 @@ from runtime.sessions.turns import Tool
 
 SPACE: Final = re.compile(r"[ \t\r\n]*")
 NAME: Final = re.compile(r"[\w.:/-]{1,128}")
-BETWEEN: Final = re.compile(r"[\s;,]*")  # calls in one answer of Llama
+BETWEEN: Final = re.compile(r"[\s;,]*")  # calls of bare JSON
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"
-GLM_ARGUMENT: Final = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-DEEPSEEK_CALLS: Final = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
-DEEPSEEK_CALL: Final = re.compile(r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>\s*", re.DOTALL)
-FENCED: Final = re.compile(r"(\S+)\s*```json\n(.*?)\n?```\s*", re.DOTALL)  # name and arguments of DeepSeek-V3
+TAGGED_ARGUMENT: Final = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+MARKED_CALLS: Final = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
+MARKED_CALL: Final = re.compile(r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>\s*", re.DOTALL)
+FENCED: Final = re.compile(r"(\S+)\s*```json\n(.*?)\n?```\s*", re.DOTALL)  # name and arguments
 HARMONY_PART: Final = re.compile(r"(?:<\|end\|>|<\|call\|>|<\|return\|>)?<\|start\|>assistant|<\|end\|>\Z")
 RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([\w.:/-]{1,128})")
 
@@ -48,12 +48,12 @@ Tools = Mapping[str, Tool]
 Parser = Callable[[str, Tools, bool], Parsed]
 
 
-def hermes(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
-    """Read <think>, words and <tool_call>{"name": ..., "arguments": ...}</tool_call>: Qwen, SmolLM, Hermes."""
+def tagged_json(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
+    """Read <think>, words and <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
     return _tagged(text, tools, in_thoughts, lambda body: _named(body, ("arguments", "parameters")))
 
 
-def glm(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
+def tagged_arguments(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
     """Read <think>, words and <tool_call>name with keys and values in tags. Their JSON is made here."""
 
     def call(body: str) -> Call:
@@ -61,8 +61,8 @@ def glm(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
         if "<arg_key>" in name:
             name, _, rest = body.strip().partition("<arg_key>")
             rest = "<arg_key>" + rest
-        found = {match[1].strip(): match[2] for match in GLM_ARGUMENT.finditer(rest)}
-        if GLM_ARGUMENT.sub("", rest).strip():
+        found = {match[1].strip(): match[2] for match in TAGGED_ARGUMENT.finditer(rest)}
+        if TAGGED_ARGUMENT.sub("", rest).strip():
             raise _Broken
         declared: Any = tools[name.strip()].parameters.get("properties") if name.strip() in tools else None
         schemas = cast("dict[str, Any]", declared) if isinstance(declared, dict) else {}
@@ -72,7 +72,7 @@ def glm(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
     return _tagged(text, tools, in_thoughts, call)
 
 
-def llama(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
+def bare_json(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
     """Read an answer that is nothing but one or more objects {"name": ..., "parameters": ...}, else words."""
     reasoning, text = _thoughts(text, in_thoughts)
     body = text.strip().removeprefix(PYTHON_TAG)
@@ -92,17 +92,17 @@ def llama(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
     return Parsed("", reasoning, tuple(calls))
 
 
-def deepseek(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
-    """Read <think>, words and the tool calls of DeepSeek-V3, with the arguments fenced or, since V3.1, bare."""
+def marked_calls(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
+    """Read <think>, words and calls between special tokens, with the arguments fenced or bare."""
     reasoning, text = _thoughts(text, in_thoughts)
-    found = DEEPSEEK_CALLS.search(text) if tools else None
+    found = MARKED_CALLS.search(text) if tools else None
     if found is None:
         return Parsed(text, reasoning, ())
     calls: list[Call] = []
     at = 0
     try:
         while at < len(found[1]):
-            match = DEEPSEEK_CALL.match(found[1], at)
+            match = MARKED_CALL.match(found[1], at)
             if match is None:
                 raise _Broken
             fenced = FENCED.fullmatch(match[2])
@@ -116,7 +116,7 @@ def deepseek(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
 
 
 def harmony(text: str, tools: Tools, in_thoughts: bool) -> Parsed:
-    """Read the channels of gpt-oss: analysis is thoughts, commentary to a function is a call, all else is words."""
+    """Read channels: analysis is thoughts, commentary to a function is a call, all else is words."""
     thoughts: list[str] = []
     words: list[str] = []
     calls: list[Call] = []
@@ -248,7 +248,7 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _value_of(text: str, schema: object) -> object:
-    """Return an argument of GLM: a text if its schema says so, else the JSON value that it is, or a text."""
+    """Return an argument between tags: a text if its schema says so, else the JSON value that it is, or a text."""
     if isinstance(schema, dict) and cast("dict[str, object]", schema).get("type") == "string":
         return text
     try:

@@ -11,18 +11,13 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     attention=LatentKeys,
     mlp=PublishedExpertKeys,
-    code={
-        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-        "AutoModel": "modeling_deepseek.DeepseekV3Model",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-    },
     composite=Composite(
         model_type="kimi_k25",
         architectures=("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
         names={"model": "language_model.model", "lm_head": "language_model.lm_head"},
         copied=("vision_tower", "mm_projector"),
         without_effect=(
-            *("auto_map", "vision_config", "ignore_index", "use_unified_vision_chunk", "video_placeholder"),
+            *("vision_config", "ignore_index", "use_unified_vision_chunk", "video_placeholder"),
             *("image_token_id", "video_token_id", "media_placeholder_token_id", "vision_start_token_id"),
             *("vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps"),
         ),

@@ -86,8 +86,4 @@ FAMILY = Family(
         "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
         **{"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     },
-    code={
-        "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
-        "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
-    },
 )

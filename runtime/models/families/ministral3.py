@@ -42,6 +42,7 @@ FAMILY = Family(
     composite=Composite(
         model_type="mistral3",
         architectures=("Mistral3ForConditionalGeneration",),
+        takes_any_text=True,
         names={"model": "language_model.model", "lm_head": "language_model.lm_head"},
         copied=("vision_tower", "multi_modal_projector"),
         without_effect=(

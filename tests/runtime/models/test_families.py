@@ -16,8 +16,7 @@ from runtime.models.tensors import Weight
 from tests.test_layers import ROOT, code_lines, sources_of
 
 DECLARATIONS = "runtime.models.families"
-# converters of other projects' flags, and formats of conversations, which models of several families share
-OF_OTHERS = ("runtime.compat", "actors.rollout.sessions")
+OF_OTHERS = ("runtime.compat",)  # converters of other projects' flags
 MAX_LINES, MAX_FUNCTION_LINES = 150, 15
 TENSORS = ("torch", "numpy")
 
@@ -37,17 +36,14 @@ def texts() -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", families())
 def test_a_family_is_named_in_its_declaration_alone(kind: str) -> None:
-    """A model with an image tower may have text models of several families, which then name it alike."""
-    own = {*names_of(families()[kind])}
-    named_alike = {other for other, family in families().items() if not own.isdisjoint(names_of(family))}
-    names = {name.lower() for name in own}
+    names = {name.lower() for name in names_of(families()[kind])}
     searched = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}(?![\w-]|\.\d)" for name in names))
     named = {
         module
         for module, text in texts().items()
         if any(name in text for name in names) and searched.search(text)  # a plain search first: it is faster
     }
-    assert named == {f"{DECLARATIONS}.{other}" for other in named_alike}
+    assert named == {f"{DECLARATIONS}.{kind}"}
 
 
 def test_a_declaration_is_short_and_computes_nothing() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout.sessions.families import OTHER
+from actors.rollout.sessions.formats import OTHER
 from actors.rollout.sessions.rendering import Rendering
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.data.chat_template import ChatTemplate
@@ -60,7 +60,7 @@ def test_a_tail_is_the_end_of_the_whole(models: dict[str, tuple[Rendering, Serve
     whole = rendering.whole([*START, above, *messages], TOOLS)
     assert whole.text.endswith(tail.text)
     before = whole.text.removesuffix(tail.text)
-    stops = [each for each in rendering.family.stops if before.endswith(each)]
+    stops = [each for each in rendering.format.stops if before.endswith(each)]
     assert stops or before.endswith(above.text)  # GLM has no end
     assert tail.ids == model.encode(tail.text)
 
@@ -76,7 +76,7 @@ def test_a_turn_that_was_cut_off_is_ended_by_the_tail(
     if name == "glm4":  # the message after it begins with the token that ends it
         assert cut.text == "<|user|>" + ended.text
     else:
-        assert cut.text == rendering.family.ends[0] + ended.text
+        assert cut.text == rendering.format.ends[0] + ended.text
 
 
 def test_a_stop_token_that_opens_the_next_message_is_not_rendered_again(
@@ -133,6 +133,6 @@ def test_an_unknown_template_renders_whole_conversations_alone(tmp_path: Path) -
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     )
     rendering = Rendering(ChatTemplate(directory), ServedModel.read(directory))
-    assert rendering.family is OTHER
+    assert rendering.format is OTHER
     assert not rendering.renders_tails
     assert rendering.whole(START, ()).text == "[system] Be brief.\n[user] Which files?\n"

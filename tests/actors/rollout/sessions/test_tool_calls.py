@@ -1,11 +1,19 @@
-"""What a sampled turn says, in the writing of each family: arguments as they were sampled, broken calls as words."""
+"""What a sampled turn says, in each format: arguments as they were sampled, broken calls as words."""
 
 import json
 
 import pytest
 
-from actors.rollout.sessions.families import FAMILIES, OTHER, family_of
-from actors.rollout.sessions.tool_calls import Call, Parsed, deepseek, glm, harmony, hermes, llama
+from actors.rollout.sessions.formats import FORMATS, OTHER, format_of
+from actors.rollout.sessions.tool_calls import (
+    Call,
+    Parsed,
+    bare_json,
+    harmony,
+    marked_calls,
+    tagged_arguments,
+    tagged_json,
+)
 from runtime.sessions.turns import Tool, ToolCall
 from tests.support.chat_models import CHAT_MODELS, TEMPLATES, written
 
@@ -14,14 +22,14 @@ TOOLS = {"bash": Tool("bash", "Run a command.", SCHEMA)}
 RAW = '{"limit":  1e3, "command": "echo \\u00e9"}'
 
 
-def family_named(name: str):
-    return family_of((TEMPLATES / f"{CHAT_MODELS[name].template}.jinja").read_text())
+def format_named(name: str):
+    return format_of((TEMPLATES / f"{CHAT_MODELS[name].template}.jinja").read_text())
 
 
 @pytest.mark.parametrize("name", CHAT_MODELS)
-def test_each_family_reads_a_call_as_it_was_sampled(name: str) -> None:
+def test_each_format_reads_a_call_as_it_was_sampled(name: str) -> None:
     text = written(name, "", None, [ToolCall("", "bash", RAW)])
-    parsed = family_named(name).parse(text[: text.rindex("<")], TOOLS, False)
+    parsed = format_named(name).parse(text[: text.rindex("<")], TOOLS, False)
     assert parsed.text.strip() == ""
     assert [call.name for call in parsed.calls] == ["bash"]
     if name == "glm4":  # writes values, not JSON
@@ -30,10 +38,10 @@ def test_each_family_reads_a_call_as_it_was_sampled(name: str) -> None:
         assert parsed.calls[0].arguments == RAW
 
 
-def test_templates_have_their_family() -> None:
-    found = {name: family_named(name).name for name in CHAT_MODELS}
-    assert set(found.values()) == {family.name for family in FAMILIES}
-    assert family_of("{{ messages[0].content }}") is OTHER
+def test_templates_have_their_format() -> None:
+    found = {name: format_named(name).name for name in CHAT_MODELS}
+    assert set(found.values()) == {each.name for each in FORMATS}
+    assert format_of("{{ messages[0].content }}") is OTHER
 
 
 @pytest.mark.parametrize(
@@ -51,19 +59,19 @@ def test_templates_have_their_family() -> None:
 )
 def test_a_broken_call_stays_words(body: str) -> None:
     text = f"I try.\n<tool_call>\n{body}\n</tool_call>"
-    assert hermes(text, TOOLS, False) == Parsed(text, None, ())
+    assert tagged_json(text, TOOLS, False) == Parsed(text, None, ())
 
 
 def test_a_broken_call_among_others_stays_where_it_was() -> None:
     good = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
-    parsed = hermes(f"One\n{good}\n<tool_call>\n{{broken\n</tool_call>", TOOLS, False)
+    parsed = tagged_json(f"One\n{good}\n<tool_call>\n{{broken\n</tool_call>", TOOLS, False)
     assert parsed.text == "One<tool_call>\n{broken\n</tool_call>"
     assert parsed.calls == (Call("bash", '{"command": "ls"}'),)
 
 
 def test_arguments_in_a_string_are_the_json_in_it() -> None:
     body = json.dumps({"name": "bash", "arguments": '{"command":  "ls"}'})
-    assert hermes(f"<tool_call>{body}</tool_call>", TOOLS, False).calls == (Call("bash", '{"command":  "ls"}'),)
+    assert tagged_json(f"<tool_call>{body}</tool_call>", TOOLS, False).calls == (Call("bash", '{"command":  "ls"}'),)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +86,19 @@ def test_arguments_in_a_string_are_the_json_in_it() -> None:
     ],
 )
 def test_thoughts_come_before_the_words(text: str, in_thoughts: bool, reasoning: str | None, rest: str) -> None:
-    assert hermes(text, TOOLS, in_thoughts) == Parsed(rest, reasoning, ())
+    assert tagged_json(text, TOOLS, in_thoughts) == Parsed(rest, reasoning, ())
 
 
-@pytest.mark.parametrize("parse", [hermes, llama, deepseek, harmony, glm])
+@pytest.mark.parametrize("parse", [tagged_json, bare_json, marked_calls, harmony, tagged_arguments])
 def test_without_tools_there_are_no_calls(parse) -> None:
     for name in CHAT_MODELS:
         assert parse(written(name, "x", None, [ToolCall("", "bash", "{}")]), {}, False).calls == ()
 
 
-def test_llama_calls_several_tools_in_one_answer_and_answers_in_json() -> None:
+def test_bare_json_calls_several_tools_in_one_answer_and_answers_in_json() -> None:
     one = '{"name": "bash", "parameters": {"command": "ls"}}'
-    assert llama(f"<|python_tag|>{one}; {one}", TOOLS, False).calls == (Call("bash", '{"command": "ls"}'),) * 2
-    assert llama('{"name": "Bob", "age": 3}', TOOLS, False) == Parsed('{"name": "Bob", "age": 3}', None, ())
+    assert bare_json(f"<|python_tag|>{one}; {one}", TOOLS, False).calls == (Call("bash", '{"command": "ls"}'),) * 2
+    assert bare_json('{"name": "Bob", "age": 3}', TOOLS, False) == Parsed('{"name": "Bob", "age": 3}', None, ())
 
 
 def test_harmony_writes_the_recipient_before_or_after_the_channel() -> None:
@@ -102,9 +110,9 @@ def test_harmony_writes_the_recipient_before_or_after_the_channel() -> None:
     assert harmony("<|channel|>final<|message|>Yes.", TOOLS, False) == Parsed("Yes.", None, ())
 
 
-def test_deepseek_writes_arguments_bare_since_v31() -> None:
+def test_marked_calls_may_have_bare_arguments() -> None:
     call = '<｜tool▁call▁begin｜>bash<｜tool▁sep｜>{"command":  "ls"}<｜tool▁call▁end｜>'
-    parsed = deepseek(f"See:<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>", TOOLS, False)
+    parsed = marked_calls(f"See:<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>", TOOLS, False)
     assert parsed == Parsed("See:", None, (Call("bash", '{"command":  "ls"}'),) * 2)
 
 
@@ -112,7 +120,7 @@ def test_glm_writes_values_by_their_schema() -> None:
     keys_and_values = (("command", "123"), ("limit", "5"))
     body = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in keys_and_values)
     text = f"<tool_call>bash\n{body}</tool_call>"
-    assert glm(text, TOOLS, False).calls == (Call("bash", '{"command": "123", "limit": 5}'),)
-    assert glm("<tool_call>bash\n</tool_call>", TOOLS, False).calls == (Call("bash", "{}"),)
+    assert tagged_arguments(text, TOOLS, False).calls == (Call("bash", '{"command": "123", "limit": 5}'),)
+    assert tagged_arguments("<tool_call>bash\n</tool_call>", TOOLS, False).calls == (Call("bash", "{}"),)
     broken = "<tool_call>bash\n<arg_key>command</arg_key>\n</tool_call>"
-    assert glm(broken, TOOLS, False) == Parsed(broken, None, ())
+    assert tagged_arguments(broken, TOOLS, False) == Parsed(broken, None, ())

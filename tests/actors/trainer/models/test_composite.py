@@ -19,6 +19,7 @@ from actors.trainer.models.shapes import check_weights, hf_shapes
 from runtime.models import config
 from runtime.models.blocks import Attention
 from runtime.models.config import ModelError, read_model, read_tiny_engine_model
+from runtime.models.family import families
 from runtime.models.safetensors import SINGLE_FILE, read_tensors
 from tests.actors.tiny_engine.test_tiny_numerics import ATOL, request_of, run_out, scheduler_of
 from tests.actors.trainer.hf import whole_weights
@@ -156,7 +157,13 @@ def written_as(published: Published, directory: Path) -> tuple[Any, dict[str, Te
     return model, {name: each for name, each in tensors.items() if not name.startswith("language_model.")}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *PUBLISHED])
+def is_declared(name: str) -> bool:
+    """Whether a published directory and its text model have declarations."""
+    types = {kind for family in families().values() for kind in family.model_types}
+    return {PUBLISHED[name].kind, PUBLISHED[name].text} <= types
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *filter(is_declared, PUBLISHED)])
 def test_its_text_is_computed_and_all_its_tensors_are_exported(kind: str, tmp_path: Path) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
     directory.mkdir()
@@ -184,6 +191,15 @@ def test_its_text_is_computed_and_all_its_tensors_are_exported(kind: str, tmp_pa
         torch.testing.assert_close(again(input_ids=tokens).logits, expected)
 
 
+@pytest.mark.parametrize("text", [None, "gpt2"])
+def test_a_text_model_of_no_declared_family_is_refused(text: str | None, tmp_path: Path) -> None:
+    """Where a text model may be of several families, text_config says which."""
+    config = config_of("ministral3") | {"model_type": text}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": config}))
+    with pytest.raises(ModelError, match=rf"text_config.model_type {text!r} is not supported; supported: .*'mistral'"):
+        read_model(tmp_path)
+
+
 def test_a_dtype_is_set_and_a_key_taken_out_in_the_text_model_too(tmp_path: Path) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
     directory.mkdir()
@@ -205,7 +221,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads": ({}, {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not divisible by linear_num_key_heads 2"),
     "linear alone": ({}, {"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
     "interval": ({}, {"full_attention_interval": 0}, "full_attention_interval 0 is not positive"),
-    "its own code": ({"auto_map": {"AutoModel": "modeling.X"}}, {}, "auto_map .* is not supported"),
 }
 
 

@@ -220,7 +220,7 @@ def test_a_key_that_a_class_reads_and_that_is_not_built_has_its_default_or_is_re
 
 def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
     wrong: dict[str, Any] = {
-        **{"is_causal": False, "quantization_config": {"quant_method": "awq"}, "auto_map": {"AutoModel": "m.X"}},
+        **{"is_causal": False, "quantization_config": {"quant_method": "awq"}},
         **{"hidden_act": "gelu", "dtype": "int8", "layer_types": ["chunked_attention"], "max_position_embeddings": 1},
         **{"num_experts_per_tok": 9, "n_group": 2, "rope_theta": -1.0},
     }

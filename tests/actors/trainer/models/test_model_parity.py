@@ -173,7 +173,10 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size"),
         ({"is_causal": False}, "is_causal false is not supported: transformers' Qwen3ForCausalLM reads it"),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config with quant_method "gptq" is not'),
-        ({"auto_map": {"AutoModel": "modeling.X"}}, "auto_map .*modeling.X.* is not supported: the model's own code"),
+        (
+            {"auto_map": {"AutoModel": "m.X"}, "architectures": ["Qwen3ForCausalLM"], "model_type": None},
+            "auto_map .*m.X.* is not supported without a model_type: the model's own code may compute another model",
+        ),
         (config_of("qwen3_moe", num_experts_per_tok=5), "num_experts_per_tok 5 is not supported"),
         (config_of("qwen3_moe", mlp_only_layers=[0, 1]), "no layer has experts"),
         (config_of("qwen3_moe", attention_bias=True), "attention_bias is not supported"),

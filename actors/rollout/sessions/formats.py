@@ -1,17 +1,20 @@
-"""How families of models write conversations: which tokens end a turn, which roles they know, how they call tools."""
+"""Formats of conversations: which tokens end a turn, which roles are known, how tools are called.
+
+A model's format is that of its chat template, which models of one family need not share.
+"""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from actors.rollout.sessions.tool_calls import Parser, deepseek, glm, harmony, hermes, llama
+from actors.rollout.sessions.tool_calls import Parser, bare_json, harmony, marked_calls, tagged_arguments, tagged_json
 
 
-class ChatFamily(NamedTuple):
+class ChatFormat(NamedTuple):
     """A way to write conversations as text.
 
     Attributes:
         name: for reports.
-        marks: texts that a template of the family has, all of them.
+        marks: texts that a template of the format has, all of them.
         ends: tokens that end a turn of the assistant where the template writes one. The first closes a turn that was
             cut off.
         openers: tokens that begin a message and that the model samples as the end of its turn.
@@ -38,8 +41,8 @@ class ChatFamily(NamedTuple):
         yield from (*self.ends, *self.openers)
 
 
-FAMILIES: Final = (
-    ChatFamily(
+FORMATS: Final = (
+    ChatFormat(
         "harmony",
         ("<|channel|>", "<|start|>"),
         ("<|end|>", "<|call|>", "<|return|>"),
@@ -48,21 +51,27 @@ FAMILIES: Final = (
         thoughts_key="thinking",
         names_callers=True,
     ),
-    ChatFamily("glm", ("[gMASK]", "<|observation|>"), (), glm, openers=("<|user|>", "<|observation|>", "<|system|>")),
-    ChatFamily(
-        "deepseek",
+    ChatFormat(
+        "tagged_arguments",
+        ("[gMASK]", "<|observation|>"),
+        (),
+        tagged_arguments,
+        openers=("<|user|>", "<|observation|>", "<|system|>"),
+    ),
+    ChatFormat(
+        "marked_calls",
         ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
         ("<｜end▁of▁sentence｜>",),
-        deepseek,
+        marked_calls,
         system_inside=False,
         arguments_as_text=True,
     ),
-    ChatFamily("llama", ("<|start_header_id|>", "<|eot_id|>"), ("<|eot_id|>", "<|eom_id|>"), llama),
-    ChatFamily("chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",), hermes),
+    ChatFormat("bare_json", ("<|start_header_id|>", "<|eot_id|>"), ("<|eot_id|>", "<|eom_id|>"), bare_json),
+    ChatFormat("chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",), tagged_json),
 )
-OTHER: Final = ChatFamily("other", (), (), hermes, system_inside=False)  # known by its template alone
+OTHER: Final = ChatFormat("other", (), (), tagged_json, system_inside=False)  # known by its template alone
 
 
-def family_of(template: str) -> ChatFamily:
-    """Return the family of a chat template; OTHER: none of those known here."""
-    return next((family for family in FAMILIES if all(mark in template for mark in family.marks)), OTHER)
+def format_of(template: str) -> ChatFormat:
+    """Return the format of a chat template; OTHER: none of those known here."""
+    return next((each for each in FORMATS if all(mark in template for mark in each.marks)), OTHER)
