@@ -26,6 +26,8 @@ from actors.trainer.megatron.reading import UnsafeCheckpoint, reading
 ALIKE: Final = {  # norm names: TransformerEngine's layers to Megatron's local layers
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OF_OPTIMIZER: Final = "optimizer."
@@ -99,9 +101,9 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
 def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
     """Rename the requested norms to the names that the checkpoint uses."""
     for leaf in leaves(model):
-        for engine, local in ALIKE.items():
-            if leaf.key not in saved and engine in leaf.key:
-                leaf.key = leaf.key.replace(engine, local)
+        for one, other in (*ALIKE.items(), *((local, engine) for engine, local in ALIKE.items())):
+            if leaf.key not in saved and (renamed := leaf.key.replace(one, other)) in saved:
+                leaf.key = renamed
 
 
 def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:

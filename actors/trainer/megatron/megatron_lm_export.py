@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from actors.trainer.checkpoints import RELEASE, TRACKER
 from actors.trainer.megatron.imports import dist_checkpointing, quiet
+from actors.trainer.megatron.megatron_lm import ALIKE
 from actors.trainer.megatron.saving import SaveInProcess
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Attention, Experts, Layer, Mlp, Norms
-from runtime.models.rope import Rope
+from runtime.models.blocks import Attention, Experts, Layer, Mla, Mlp, Norms
+from runtime.models.rope import Rope, Yarn
 
-DENSE_NORM: Final = "mlp.linear_fc1.layer_norm_"  # TransformerEngine's layers without experts have their norm there
-EXPERT_NORM: Final = "pre_mlp_layernorm."
 CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 SAME: Final = (  # arguments of Megatron-LM that are named as fields of TransformerConfig
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -30,8 +29,14 @@ SAME: Final = (  # arguments of Megatron-LM that are named as fields of Transfor
     *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_dtype"),
 )
+SAME_OF_MLA: Final = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    "mscale_all_dim",
+)
 HAS: Final[dict[type[Any], tuple[str, ...]]] = {  # fields of blocks that Megatron-LM's GPT model has, with any value
     Attention: ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "head_norms", "is_stored_joined"),
+    Mla: ("heads", "query_rank", "key_value_rank", "plain_dim", "rotated_dim", "value_dim", "rope"),
     Mlp: ("size", "is_stored_joined"),
     Experts: (
         *("num_experts", "num_experts_per_tok", "size", "score", "has_bias", "norm_topk_prob", "routed_scaling_factor"),
@@ -39,6 +44,7 @@ HAS: Final[dict[type[Any], tuple[str, ...]]] = {  # fields of blocks that Megatr
     ),
     Norms: ("before_attention", "before_mlp"),
     Rope: ("theta", "share", "factor", "is_interleaved"),
+    Yarn: (*("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),),
 }
 
 
@@ -59,7 +65,10 @@ def problems(model: HfConfig) -> Iterator[str]:
 
 
 def _of_layer(layer: Layer) -> Iterator[str]:
-    for block in (layer.attention, layer.mlp, layer.norms, layer.attention.rope):
+    rope, yarn = layer.attention.rope, list[Yarn]()
+    if isinstance(layer.attention, Mla) and rope is not None and rope.yarn is not None:  # of MLA alone
+        rope, yarn = msgspec.structs.replace(rope, yarn=None), [rope.yarn]
+    for block in (layer.attention, layer.mlp, layer.norms, rope, *yarn):
         kind: type[Any] = type(block)
         if kind not in HAS:
             yield "attention without positions" if block is None else kind.__name__
@@ -87,14 +96,23 @@ def write_for_megatron_lm(chunk: Any, model: HfConfig, directory: Path) -> None:
     state: dict[str, Any] = chunk.sharded_state_dict()
     for name, leaf in state.items():
         parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"] and isinstance(model.layers[int(parts[2])].mlp, Experts):
-            leaf.key = leaf.key.replace(DENSE_NORM, EXPERT_NORM)
+        if parts[:2] == ["decoder", "layers"]:
+            leaf.key = _key(leaf.key, model.layers[int(parts[2])])
     common = {"args": arguments(chunk.config, model), "checkpoint_version": 3.0, "iteration": 0}
     common |= {"num_floating_point_operations_so_far": 0}
     with quiet():
         writer = SaveInProcess(FileSystemWriter(path))
         dist_checkpointing.save({**common, "model": state}, str(path), writer, content_metadata=CONTENT)
     (directory / TRACKER).write_text(RELEASE)
+
+
+def _key(key: str, layer: Layer) -> str:
+    """Return the name of a layer's tensor in TransformerEngine's layers, where some norms are part of a projection."""
+    is_mla = isinstance(layer.attention, Mla)
+    for engine, local in ALIKE.items():
+        is_fused = not isinstance(layer.mlp, Experts) if engine.startswith("mlp.") else is_mla == ("_up_" in engine)
+        key = key.replace(local, engine) if is_fused else key.replace(engine, local)
+    return key
 
 
 def arguments(config: Any, model: HfConfig) -> Namespace:
@@ -118,7 +136,7 @@ def arguments(config: Any, model: HfConfig) -> Namespace:
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "apply_layernorm_1p": False,
         "apply_query_key_layer_scaling": False,
-        "multi_latent_attention": False,
+        "multi_latent_attention": model.mla is not None,
         "transformer_impl": "transformer_engine",
         "bf16": config.bf16,
         "vocab_size": model.vocab_size,
@@ -131,4 +149,5 @@ def arguments(config: Any, model: HfConfig) -> Namespace:
         "no_save_rng": True,
         "iteration": 0,
     }
-    return Namespace(**{name: getattr(config, name) for name in SAME}, **own)
+    same = SAME if model.mla is None else (*SAME, *SAME_OF_MLA)
+    return Namespace(**{name: getattr(config, name) for name in same}, **own)
