@@ -122,7 +122,7 @@ async def graded(url: str, number: int, timeout_s: float) -> list[Graded]:
     """Grade samples in grader processes that get the URL of the server, as in a run."""
     spec = GraderSpec(name="remote_rm")
     settings = PoolSettings(
-        hello=Hello(graders=(spec,), at_once=64),
+        hello=Hello(graders=(spec,)),
         sandbox=Sandbox(also=dict(remote_environment(url, KEY))),
         num_processes=1,
         timeout_s=timeout_s,
