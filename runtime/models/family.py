@@ -112,8 +112,9 @@ def family_of(kind: str | None, architecture: str | None, text: str | None = Non
     if not both:
         raise ValueError(f"model_type {kind!r} does not match architecture {architecture}")
     whole = both[0].composite
-    is_whole = whole is not None and architecture in whole.architectures
-    return _with_text(both[0], whole.model_type if is_whole else kind, text)
+    if whole is not None and architecture in whole.architectures:
+        kind = whole.model_type
+    return _with_text(both[0], kind, text)
 
 
 def _with_text(found: Family, kind: str | None, text: str | None) -> Family:
