@@ -56,6 +56,7 @@ BATCH_SIZE = 16  # groups of a train step
 NUM_SAMPLES = 4  # of a group
 EVENTS_PER_STEP = BATCH_SIZE + 4  # completions of groups; issued, batch ready and trained, weights
 SMALL = (
+    "run.check_timeout_s=300",  # also on a busy machine
     f"rollout.rollout_batch_size={BATCH_SIZE}",
     f"rollout.n_samples_per_prompt={NUM_SAMPLES}",
     "train.save_interval=5",
