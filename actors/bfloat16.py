@@ -55,7 +55,7 @@ def _baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: flo
 def _product(multiply: _Product, shape: tuple[int, ...], *operands: Tensor, **factors: float) -> Tensor:
     """Multiply into a new tensor: the kernels that take one are torch's own, so this does not call itself."""
     dtype = operands[0].dtype
-    if dtype is torch.bfloat16:
+    if all(operand.dtype is torch.bfloat16 for operand in operands):  # torch refuses different ones
         operands = tuple(operand.float() for operand in operands)
     out = operands[0].new_empty(shape)
     multiply(*operands, out=out, **factors)

@@ -19,6 +19,7 @@ from anyio.abc import Process, SocketStream, TaskGroup
 from msgspec import Meta, Struct
 
 from runtime.functions.frames import FrameError
+from runtime.functions.limits import keeper_command
 from runtime.process.main import RUN_DIR, spare_the_collector
 from runtime.sessions.link import Connection, bound, is_own
 from runtime.sessions.programs import (
@@ -36,7 +37,6 @@ from runtime.sessions.programs import (
     Stop,
     Stopped,
     masked,
-    words_of_keeper,
 )
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
 
@@ -193,7 +193,7 @@ async def _ended(start: Start) -> tuple[int, bytes]:
     """Run a program; return its exit code and the end of what it printed. A cancellation kills all that it started."""
     try:
         process = await anyio.open_process(
-            words_of_keeper(sys.executable, os.getpid(), start.settings),
+            keeper_command(start.settings),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -59,6 +59,14 @@ def environment(names: Sequence[str], *, marked: bool = True) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def keeper_command(settings: Mapping[str, Any]) -> list[str]:
+    """Return the command line of a keeper with these settings; its parent must be this process."""
+    return [
+        *(sys.executable, "-P", "-m", "runtime.functions.keeper", str(os.getpid())),
+        msgspec.json.encode(settings).decode(),
+    ]
 
 
 def limit(limits: UserLimits, further: Mapping[int, int] | None = None) -> None:

@@ -1,14 +1,10 @@
 """Limits of users' code behind a keeper: it is isolated, its processes are counted, and all of them end with it."""
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import msgspec
-
 from runtime.functions.hidden_files import hidden_now
-from runtime.functions.limits import UserLimits, environment
+from runtime.functions.limits import UserLimits, environment, keeper_command
 
 
 class Sandbox(UserLimits, frozen=True, kw_only=True):
@@ -35,18 +31,18 @@ class Sandbox(UserLimits, frozen=True, kw_only=True):
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command line of the process; its parent must be this process. Arguments as of `UserLimits`."""
-        settings = {
-            "words": words,
-            "refused": 'reward.sandbox = "isolated": this machine cannot isolate graders',
-            "prefix": "physarum-grader-",
-            "sandbox": self.kind,
-            "memory_bytes": self.memory_bytes,
-            "max_files": self.max_files,
-            "max_processes": None if self.kind == "none" else self.max_processes,
-            "hidden": self._hidden() if self.kind == "isolated" else (),
-        }
-        parent, settings_json = str(os.getpid()), msgspec.json.encode(settings).decode()
-        return [sys.executable, "-P", "-m", "runtime.functions.keeper", parent, settings_json]
+        return keeper_command(
+            {
+                "words": words,
+                "refused": 'reward.sandbox = "isolated": this machine cannot isolate graders',
+                "prefix": "physarum-grader-",
+                "sandbox": self.kind,
+                "memory_bytes": self.memory_bytes,
+                "max_files": self.max_files,
+                "max_processes": None if self.kind == "none" else self.max_processes,
+                "hidden": self._hidden() if self.kind == "isolated" else (),
+            }
+        )
 
     def _hidden(self) -> tuple[str, ...]:
         found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()

@@ -5,7 +5,7 @@ each session: what a successor needs to go on with it. If the actor dies, its pr
 its successor gets them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, Final
@@ -244,8 +244,3 @@ def masked(output: bytes, secrets: Sequence[str]) -> bytes:
     for secret in secrets:
         output = output.replace(secret.encode(), b"***")
     return output
-
-
-def words_of_keeper(python: str, parent: int, settings: Mapping[str, Any]) -> list[str]:
-    """Return the command line of a keeper, which a process starts that has this id."""
-    return [python, "-P", "-m", "runtime.functions.keeper", str(parent), msgspec.json.encode(settings).decode()]

@@ -50,6 +50,13 @@ def outcome(name, dtype, compute):
 
 
 print(multiply_in_float32(), multiply_in_float32())
+for mixed in (lambda a, b: a.bfloat16() @ b, lambda a, b: torch.addmm(torch.zeros(3), a.bfloat16(), b.bfloat16())):
+    try:
+        mixed(drawn(5, 7), drawn(7, 3))
+    except RuntimeError:
+        pass  # as torch refuses them everywhere
+    else:
+        raise AssertionError("operands of two dtypes were multiplied")
 for name in PRODUCTS:
     before = outcome(name, torch.float64, torch.float64)
     exact = outcome(name, torch.bfloat16, torch.float64)

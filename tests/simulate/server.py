@@ -263,7 +263,7 @@ class SimulatedServer:
             follower.acknowledge(int(seq), data)
 
     def _call(self, subject: str, reply: str, data: bytes) -> bool:
-        """Answer a request of the API; whether there is somebody to answer it."""
+        """Answer a request of JetStream's API. Return False if no stream or consumer of its name gets it."""
         verb = subject.removeprefix(API)
         if verb.startswith("DIRECT.GET."):
             return self._get(verb.removeprefix("DIRECT.GET."), reply, data)
