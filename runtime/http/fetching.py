@@ -306,12 +306,19 @@ class _Pieces:
         return f"piece {piece} of {file.name} of {self._wanted.manifest.shown}"
 
 
-def offers_of(place: Path, digest: str, manifest: Manifest) -> dict[str, Offered]:
-    """Return what a room offers of a complete version."""
-    size_bytes = (place / MANIFEST).stat().st_size
+def offers_of(place: Path, digest: str, manifest: Manifest, name: str = MANIFEST) -> dict[str, Offered]:
+    """Return what a room offers of complete files.
+
+    Args:
+        place: directory of the files.
+        digest: of their manifest.
+        manifest: the manifest.
+        name: of the manifest's file.
+    """
+    size_bytes = (place / name).stat().st_size
     files = {file.digest: Offered(place / file.name, file.size_bytes) for file in manifest.files}
     held = _bits(np.ones(sum(len(file.pieces) for file in manifest.files), dtype=np.bool_))
-    return {digest: Offered(place / MANIFEST, size_bytes, held=lambda: held), **files}
+    return {digest: Offered(place / name, size_bytes, held=lambda: held), **files}
 
 
 class Published:

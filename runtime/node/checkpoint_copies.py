@@ -165,14 +165,13 @@ def offers_of_checkpoints(run_dir: Path) -> "Mapping[str, Offered]":
 
 
 def _offers(place: Path) -> "dict[str, Offered]":
-    from runtime.http.room import Offered  # with aiohttp, which nodes that share no files need not load
+    from runtime.http.fetching import offers_of  # with aiohttp, which nodes that share no files need not load
 
     found: dict[str, Offered] = {}
     for note in place.glob(PART.format("*")):
         digest = note.name.removeprefix("part-").removesuffix(".json")
         if (manifest := _part_in(place, digest)) is not None:
-            found[digest] = Offered(note, note.stat().st_size)
-            found |= {file.digest: Offered(place / file.name, file.size_bytes) for file in manifest.files}
+            found |= offers_of(place, digest, manifest, note.name)
     return found
 
 

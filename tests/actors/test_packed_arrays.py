@@ -21,7 +21,9 @@ ALLOWED = {
     "messages/arrays.py": 1,  # an array in a JSON message is a list
     "actors/buffer/prompts/prompts.py": 1,  # ids of the first prompts, for the weight probe
     "actors/rollout/samples/arguments.py": 1,  # ids in errors
-    "actors/rollout/samples/context.py": 4,  # what a generate function reads: prompt_ids, ids and turns
+    # what a generate function reads: prompt_ids, ids and turns; tokens before a turn of a session that goes on
+    "actors/rollout/samples/context.py": 5,
+    "actors/rollout/samples/conversation.py": 1,  # the prompt of a session that goes on after a death
     "actors/rollout/samples/evaluation_function.py": 1,  # ids of an ended sample, which an evaluation function reads
     "actors/rollout/samples/rollout_function.py": 1,  # ids of an ended sample, which a rollout function reads
     "actors/rollout/sglang/body.py": 1,  # the tokens so far, which a request begins with
