@@ -37,7 +37,6 @@ num_steps = 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_trains_on_what_a_program_plays(tmp_path: Path) -> None:
     topology = tmp_path / "agent.toml"
     topology.write_text(TOPOLOGY)

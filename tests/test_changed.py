@@ -44,7 +44,7 @@ def test_a_changed_file_has_its_tests(file: str, expected: list[str], tree: Path
 def test_committed_and_open_changes_are_found(tree: Path) -> None:
     def git(*words: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(("git", *who, *words), cwd=tree, check=True, capture_output=True, timeout=30)
+        subprocess.run(("git", *who, *words), cwd=tree, check=True, capture_output=True, timeout=200)
 
     git("init", "-b", "main")
     git("add", ".")

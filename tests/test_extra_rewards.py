@@ -25,7 +25,6 @@ def trained(place: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
 def test_gdpo_trains_the_named_rewards_of_a_grader_on_log_probs_over_kept_tokens(tmp_path: Path) -> None:
     """Log-probs of engine and trainer are over the same kept tokens."""
     (tmp_path / "two.py").write_text(GRADER)
@@ -60,7 +59,6 @@ def test_gdpo_trains_the_named_rewards_of_a_grader_on_log_probs_over_kept_tokens
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(360)
 def test_remax_compares_with_a_greedy_sample_that_is_not_trained(tmp_path: Path) -> None:
     for row in trained(tmp_path, "algorithm.estimator.type=remax"):
         assert row["train/global_batch_size"] == 16 * 8  # the greedy ones are no part of the batch

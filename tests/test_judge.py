@@ -12,7 +12,7 @@ from tests.support.judging import score_of
 from tests.support.tiny_engine import post, running_engine
 from tests.support.whole_runs import run_topology
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 STEPS, BATCH, SAMPLES = 2, 4, 2
 OWN = Path(judging.__file__)
 

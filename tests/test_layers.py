@@ -218,7 +218,6 @@ def test_a_small_module_with_one_importer_is_seen(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.timeout(180)  # it parses the whole tree
 def test_the_tree_keeps_its_rules() -> None:
     """One test for all rules that need each module's tree: a worker of its own for each would parse them again."""
     assert violations(ROOT) == []
@@ -317,7 +316,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 def linted(root: Path) -> tuple[int, str]:
     """Exit code and output of import-linter on a tree, by the contracts of our pyproject.toml."""
     command = [Path(sys.executable).parent / "lint-imports", "--config", ROOT / "pyproject.toml", "--no-cache"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout
 
 
@@ -342,7 +341,7 @@ def test_every_contract_is_seen_broken(tmp_path: Path) -> None:
 
 def run_python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

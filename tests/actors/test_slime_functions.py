@@ -92,7 +92,7 @@ def folder(tmp_path: Path) -> Path:
 def graded(folder: Path, name: str, *samples: GradedSample, group: bool = False) -> list[float | str | None]:
     async def ask() -> list[float | str | None]:
         settings = PoolSettings(hello=Hello(base_dirs=(str(folder),), reward_key="score"), num_processes=1)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             async with open_pool(settings) as pool:
                 grades = await pool.grade(GraderSpec(name=f"slime:mine.py:{name}", group=group), samples)
         return [grade.reward if grade.error is None else grade.error for grade in grades]

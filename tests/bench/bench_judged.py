@@ -33,7 +33,7 @@ def megabytes(pid: int) -> float:
 
 async def until_warm(pool: GraderPool, num_processes: int) -> None:
     """Wait for the processes for async functions, and the one for plain functions."""
-    with anyio.fail_after(60):
+    with anyio.fail_after(200):
         while pool.stats()["num_starts"] < num_processes + 1:
             await pool.grade(JUDGED, [GradedSample(response="fine")] * 8)
 

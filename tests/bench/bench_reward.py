@@ -27,7 +27,7 @@ async def samples_per_s(grader: GraderSpec, samples: list[GradedSample], num_pro
     """Median over repeats, processes warm."""
     hello = Hello(graders=(grader,))
     async with open_pool(PoolSettings(hello=hello, num_processes=num_processes, timeout_s=60)) as pool:
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             while pool.stats()["num_starts"] < num_processes:
                 await pool.grade(grader, samples[: 4 * num_processes])
         rates: list[float] = []

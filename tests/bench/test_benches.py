@@ -61,7 +61,7 @@ NIGHTLY = """
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in NIGHTLY}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow]
 
 
 def run(*words: str) -> Any:

@@ -273,7 +273,6 @@ def test_an_engine_that_serves_what_is_asked_for_is_accepted(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly if name in TRAINED_ELSEWHERE else ()) for name in ACCEPTED]
 )

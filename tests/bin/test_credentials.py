@@ -26,7 +26,7 @@ GRADER = ("grader", "--name", "alice", "--grader", "math")
 
 def credentials(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", str(COMMAND), "credentials", str(run_dir), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 def describe(run_dir: Path, address: str | None = "10.0.0.1", **bus: str) -> Path:
@@ -45,7 +45,6 @@ async def accepted(file: Path) -> bool:
 
 @pytest.mark.anyio
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # starts the command seven times
 async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tmp_path: Path) -> None:
     run_dir, file = describe(tmp_path / "r"), tmp_path / "alice.toml"
     call = partial(anyio.to_thread.run_sync, credentials, run_dir)

@@ -185,7 +185,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line(name: str, tmp_path: Path) -
         while not mark.exists():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=30)
+        said = process.communicate(timeout=200)
     assert (process.returncode, said) == (130, ("", "interrupted\n"))
 
 

@@ -14,8 +14,6 @@ from runtime.bus.bus import Bus
 from tests.bin.test_start_topology import arguments_of, environment, started
 from tests.fixtures.nats import TEST_LIMITS, NatsServer
 
-pytestmark = pytest.mark.timeout(60)
-
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "bin" / "driver.py"
 MOMENTS = {
@@ -47,7 +45,7 @@ def trained(url: str, run: str) -> list[int]:
 def killed_at(moment: str, run_dir: Path, *more: str) -> int:
     command = [sys.executable, str(DRIVER), *arguments_of(run_dir, *more)]
     env = {**environment(["1"]), "KILL_AT": moment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=30, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=200, check=False).returncode
 
 
 @pytest.mark.slow
@@ -136,7 +134,6 @@ def whole_run(url: str, runs: Path, name: str, *more: str) -> subprocess.Complet
 
 
 @pytest.mark.nightly  # CI does it without a trainer above, and test_cluster.py tells the streams of similar names apart
-@pytest.mark.timeout(400)
 def test_fresh_trains_every_step_again_and_leaves_another_run_of_the_server_alone(
     own_nats_server: NatsServer, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 def started(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command as a process."""
     command = [sys.executable, str(COMMAND), "ledger", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
 
 
 @asynccontextmanager
@@ -358,7 +358,7 @@ def _with_a_server(command: list[str], environment: dict[str, str]) -> tuple[sub
 
 def test_help_answers_at_once_and_loads_no_bus() -> None:
     command = [sys.executable, "-X", "importtime", str(COMMAND), "ledger", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     loaded = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     assert not {name.partition(".")[0] for name in loaded} & {"nats", "msgspec", "anyio"}
     assert len(loaded) < 160  # 113 in 2026, of which a bare interpreter has 26

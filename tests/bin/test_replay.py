@@ -28,7 +28,7 @@ def replay(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProc
 def started(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command as a process."""
     command = [sys.executable, str(COMMAND), "replay", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
 
 
 def group(group_id: int, rewards: tuple[float, float], step: int | None) -> DumpedGroup:
@@ -263,6 +263,6 @@ def test_a_dump_opens_no_file_outside_of_it(dump: Path, tmp_path: Path, name: st
 
 def test_help_loads_no_bus() -> None:
     command = [sys.executable, "-X", "importtime", str(COMMAND), "replay", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert not loaded & {"nats", "msgspec", "anyio", "numpy"}

@@ -60,7 +60,6 @@ def test_another_user_of_the_machine_finds_no_secret_and_no_message() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_another_user_gets_nothing_of_a_whole_run_with_its_engine_and_router() -> None:
     with open_directory() as place:
@@ -97,7 +96,6 @@ async def test_another_user_gets_nothing_of_a_whole_run_with_its_engine_and_rout
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)  # three starts
 def test_the_password_of_a_run_stands_in_files_of_its_owner_alone_and_stays(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     with started(run_dir, ["1"]) as command:
@@ -123,7 +121,7 @@ def test_commands_find_the_bus_by_the_runs_name(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["2", "--wait", str(go_on)]) as command:
         command.until("step   2/")
         ledger = [sys.executable, str(ROOT / "bin" / "physarum.py"), "ledger", str(tmp_path / "r")]
-        done = subprocess.run(ledger, capture_output=True, text=True, timeout=25, check=False)
+        done = subprocess.run(ledger, capture_output=True, text=True, timeout=200, check=False)
         go_on.touch()
         assert command.end() == 0
     assert done.returncode == 0, done.stderr
@@ -149,7 +147,7 @@ def overriding(tmp_path: Path, **bus: str) -> list[str]:
 async def outcome_of(arguments: list[str], *players: list[str]) -> tuple[int, str]:
     """A start with players: exit code and everything that was said."""
     driver = [sys.executable, str(ROOT / "tests" / "bin" / "driver.py"), *arguments]
-    with anyio.fail_after(60):
+    with anyio.fail_after(200):
         done = await anyio.run_process(
             driver, check=False, cwd=ROOT, env=environment(*players), stderr=subprocess.STDOUT
         )
@@ -161,7 +159,6 @@ SLOW += [pytest.param("url in a file", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # five starts
 @pytest.mark.parametrize("how", ["credentials", *SLOW])
 async def test_no_login_of_a_bus_is_shown_or_stored(tmp_path: Path, how: str) -> None:
     user = None if how == "token" else "me"

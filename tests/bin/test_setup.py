@@ -147,7 +147,6 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_of_two_first_calls_at_once_one_sets_up_and_both_run_and_later_calls_only_run(
     ready: Ready, tmp_path: Path
 ) -> None:
@@ -166,7 +165,7 @@ def test_of_two_first_calls_at_once_one_sets_up_and_both_run_and_later_calls_onl
     link = tmp_path / "start"
     link.symlink_to(checkout.root / "bin" / "start-topology")
     later = subprocess.run(
-        [link, "x"], cwd=tmp_path, env=checkout.environment, capture_output=True, timeout=20, check=False
+        [link, "x"], cwd=tmp_path, env=checkout.environment, capture_output=True, timeout=200, check=False
     )
     assert (later.returncode, later.stdout, later.stderr) == (7, b"mould 1.0 x\n", b"")
 
@@ -175,7 +174,6 @@ def test_of_two_first_calls_at_once_one_sets_up_and_both_run_and_later_calls_onl
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_after_a_failed_download_ctrl_c_and_kill_9_the_next_call_begins_anew(checkout: Checkout) -> None:
     with socket.socket() as unused:  # bound, not listening: a connection is refused
         unused.bind(("127.0.0.1", 0))
@@ -192,7 +190,7 @@ def test_after_a_failed_download_ctrl_c_and_kill_9_the_next_call_begins_anew(che
     with checkout.start("bin/start-topology") as process:
         assert checkout.index.asked.wait(90)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert errors.endswith("setup: interrupted; the next call continues\n")
     checkout.index.let_go()
@@ -203,7 +201,7 @@ def test_after_a_failed_download_ctrl_c_and_kill_9_the_next_call_begins_anew(che
         pip = descendants(process.pid)
         assert pip
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=200)
     assert psutil.wait_procs(pip, timeout=5)[1] == []
     checkout.index.let_go()
 
@@ -213,7 +211,6 @@ def test_after_a_failed_download_ctrl_c_and_kill_9_the_next_call_begins_anew(che
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_moved_checkout_is_repaired_without_the_index_and_an_incomplete_lock_is_refused(
     ready: Ready, copy: Checkout
 ) -> None:
@@ -232,7 +229,6 @@ def test_a_moved_checkout_is_repaired_without_the_index_and_an_incomplete_lock_i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_changed_lock_updates_what_is_there(copy: Checkout) -> None:
     assert copy.call("bin/setup").returncode == 0
     copy.lock("mould==2.0")
@@ -244,7 +240,6 @@ def test_changed_lock_updates_what_is_there(copy: Checkout) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_sglang_has_an_environment_of_its_own_whose_lock_overrules_what_it_asks_for(checkout: Checkout) -> None:
     checkout.index.add("sglang", "1.0", requires="a-kernel-for-gpus")
     checkout.lock("sglang==1.0", "spore==1.0", name="sglang.lock")
@@ -266,7 +261,6 @@ def test_sglang_has_an_environment_of_its_own_whose_lock_overrules_what_it_asks_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_libraries_of_torch_s_cuda_build_are_those_of_the_lock_that_names_them(checkout: Checkout) -> None:
     """.venv-sglang-upstream has another torch, and so other libraries. SGLang gets all that it asks for there."""
     for version in ("1.0", "2.0"):
@@ -333,7 +327,7 @@ def test_tests_of_packages_and_model_families_are_compiled_when_they_are_importe
     for name in (*now, *later):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
         (packages / name).write_text("x = 1\n")
-    subprocess.run([sys.executable, *compiling(packages)], check=True, timeout=50)
+    subprocess.run([sys.executable, *compiling(packages)], check=True, timeout=200)
     assert {path.parent.parent / path.name.split(".")[0] for path in packages.rglob("*.pyc")} == {
         (packages / name).with_suffix("") for name in now
     }

@@ -84,7 +84,7 @@ def started(run_dir: Path, *players: list[str], more: tuple[str, ...] = ()) -> I
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(COMMAND), "start-topology", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=45, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 def supervised(run_dir: Path) -> list[int]:
@@ -121,7 +121,7 @@ def test_a_finished_run_exits_with_0_and_a_summary(tmp_path: Path) -> None:
 def test_json_puts_one_line_on_standard_output(tmp_path: Path) -> None:
     command = [sys.executable, str(DRIVER), *arguments_of(tmp_path / "r", "--json")]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(["3"]), capture_output=True, text=True, timeout=45, check=False
+        command, cwd=ROOT, env=environment(["3"]), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()

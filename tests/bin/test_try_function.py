@@ -376,7 +376,7 @@ def test_a_function_that_ends_the_process_leaves_no_engine(functions: str, tmp_p
     """Such as one that catches its cancellation for ever, which ends its process."""
     command = (sys.executable, "-P", "bin/physarum.py", "try", "generate", f"{functions}:ends_the_process")
     ended = subprocess.run(
-        [*command, *on_prompts(tmp_path, "74")], capture_output=True, text=True, timeout=50, check=False
+        [*command, *on_prompts(tmp_path, "74")], capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 3, ended.stderr
     engine = int(ended.stdout)

@@ -17,7 +17,7 @@ from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, Run
 from tests.support.tiny_engine import running_engine
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 FLAGS = ("--load-format", "dummy", "--max-running-requests", "64")

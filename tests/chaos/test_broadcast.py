@@ -9,7 +9,7 @@ from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, Run
 from tests.chaos.test_kill import finish, kill_in_turn
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 SPLIT = ROOT / "topologies" / "laptop-split.toml"
 

@@ -19,7 +19,7 @@ from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 from tests.support.published import flip
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 MOMENTS = (
     at("before", "commit", process="trainer", version=3),  # changes, of which nobody is told

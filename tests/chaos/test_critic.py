@@ -8,7 +8,7 @@ from messages import BatchTrained, Message, WeightsAnnounced
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import SMALL, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 CRITIC_ONLY = 3
 STEPS = 14

@@ -17,7 +17,7 @@ from tests.chaos.test_kill import finish
 from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 K_PROJ: Final = "model.layers.0.self_attn.k_proj.weight"
 V_PROJ: Final = "model.layers.0.self_attn.v_proj.weight"

@@ -12,7 +12,7 @@ from runtime.node.supervisor.template import PROGRAM
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, ROOT, Command, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 PROCESSES = {  # which one dies, by line of the table
     "reward actor": "reward",

@@ -13,7 +13,7 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import Run
 from tests.support.tiny_engine import get, running_engine
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 MODEL = Path(__file__).parents[2] / "topologies/demo/models/reverse-digits"
 FLAGS = ("--load-format", "dummy", "--max-running-requests", "64", "--incremental-streaming-output")

@@ -14,7 +14,7 @@ from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, NUM_SAMPLE
 from tests.chaos.test_twins import TWO_ROLLOUTS
 from tests.fixtures.nats import eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 EVAL_ITEMS = 22  # of the held-out set
 HERE = Path(__file__).parent

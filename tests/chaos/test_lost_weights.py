@@ -15,7 +15,7 @@ from tests.chaos.audit import Log, audit, first_answers, read_all
 from tests.chaos.harness import ROOT, SMALL, Run
 from tests.chaos.test_kill import finish
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio]
 
 SPLIT: Final = ROOT / "topologies" / "laptop-split.toml"
 COLOCATED: Final = ROOT / "topologies" / "laptop-colocated.toml"

@@ -9,7 +9,7 @@ from messages import BatchReady, BatchTrained, CheckpointSaved, Message, Weights
 from tests.chaos.audit import audit
 from tests.chaos.harness import Command, Run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio]
 
 EVERY_STEPS = 3
 SAVE_INTERVAL = 3  # as often as it is killed: each time there may be a checkpoint that was told, or was not

@@ -101,7 +101,7 @@ class Shown:
         async def holds() -> bool:
             return await self.step(observer) >= step
 
-        await eventually(holds, timeout_s=90)
+        await eventually(holds)
 
 
 async def suffer(run: Run, address: str, observers: dict[str, str], stopped_s: float) -> None:

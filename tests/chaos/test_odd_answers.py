@@ -17,7 +17,7 @@ from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case, spoiling
 from tests.support.tiny_engine import running_engine
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 MODEL: Final = Path(__file__).parents[2] / "topologies/demo/models/reverse-digits"
 FLAGS: Final = ("--load-format", "dummy", "--max-running-requests", "64", "--incremental-streaming-output")

@@ -12,7 +12,7 @@ from messages import EngineState, EngineStateChanged, Phase, PhaseChanged
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, SMALL, Command, Run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio]
 
 COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
 ENGINE, ROLLOUT, TRAINER = "engine.policy.0", "rollout", "trainer"

@@ -85,7 +85,6 @@ def check_samples(run: Run) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
 async def test_the_engine_of_another_model_and_what_asks_it_are_killed(tmp_path: Path) -> None:
     overrides = (f'engines.{asking.POOL}.kind="tiny"', *overrides_of(tmp_path))
     await check_two_pools(Run(tmp_path, num_steps=NUM_STEPS, eval_interval=None, overrides=overrides))

@@ -11,7 +11,7 @@ from tests.chaos.harness import Run
 from tests.chaos.test_kill import finish
 from tests.chaos.test_lost_weights import COLOCATED
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 
 async def test_the_only_engine_loses_the_child_that_opens_shared_memory_for_it(tmp_path: Path) -> None:

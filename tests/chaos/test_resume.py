@@ -11,7 +11,7 @@ from messages import BatchReady, RunFinished
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 
 async def wait_for_a_moment(command: Command, name: str, steps: int) -> None:

@@ -14,7 +14,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import Command, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 OF_THE_TEST = (ActorStarted, ActorExited)  # it follows processes by them
 HELD_BACK = 100  # events that wait to be said again; which one comes next is drawn

@@ -9,7 +9,7 @@ from tests.chaos.audit import killed_in_turn
 from tests.chaos.harness import Run, moments_of
 from tests.support.distilling import write_teacher
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 
 @pytest.mark.nightly  # CI kills an engine of a second pool and its callers in test_pools.py

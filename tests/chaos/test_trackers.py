@@ -39,7 +39,7 @@ async def caught_up(address: str) -> Series:
         found = await scrape(address)
         return value(found, "exporter_caught_up") == 1
 
-    await eventually(is_caught_up, timeout_s=60)
+    await eventually(is_caught_up)
     return found
 
 

@@ -17,7 +17,7 @@ from runtime.util.exit_codes import EXIT_FENCED
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, ROOT, Command, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 GRADERS = Path(__file__).with_name("graders.py")
 EXIT_WRONG_INPUT = 2

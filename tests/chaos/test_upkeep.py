@@ -10,7 +10,7 @@ from messages import ActorExited, EngineState, EngineStateChanged, LogTrimmed
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 TRIMMED = ("train.save_interval=2", "buffer.trim_min_events=1")
 

@@ -22,7 +22,7 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import ROOT, Run
 from tests.fixtures.nats import eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio]
 
 CODES = re.compile(r"\x1b(\[[0-9;?<>=]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[()][A-Z0-9]|[=>78])")
 SHOWN_S = 120.0

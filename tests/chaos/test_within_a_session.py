@@ -15,7 +15,7 @@ from tests.chaos.rank_moments import GATE, planned
 from tests.chaos.test_kill import finish
 from tests.chaos.weight_moments import at
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio]
 
 SPLIT: Final = ROOT / "topologies" / "laptop-split.toml", "trainer.0"
 COLOCATED: Final = ROOT / "topologies" / "laptop-colocated.toml", "trainer"

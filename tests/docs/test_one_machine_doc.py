@@ -16,7 +16,6 @@ PAGE = ROOT / "docs" / "run" / "one-machine.md"
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(360)
 def test_two_loopback_addresses_stand_for_two_machines(tmp_path: Path) -> None:
     section = PAGE.read_text().split("## Two nodes on one machine\n")[1].split("\n## ")[0]
     commands = [shlex.split(line) for line in section.splitlines() if line.startswith("    bin/start-topology")]

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def rewards_of(folder: Path, name: str, *samples: GradedSample, group: bool = False) -> list[float | None]:
     hello = Hello(base_dirs=(str(folder),), reward_key="score")
-    with anyio.fail_after(20):
+    with anyio.fail_after(200):
         async with open_pool(PoolSettings(hello=hello, num_processes=1)) as pool:
             grades = await pool.grade(GraderSpec(name=name, group=group), samples)
     assert [graded.error for graded in grades] == [None] * len(samples)

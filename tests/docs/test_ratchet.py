@@ -15,7 +15,7 @@ START = """
 def shown(revision: str) -> str:
     """The page at a commit; empty if there is none, as in a copy without history."""
     name = f"{revision}:{PAGE.relative_to(ROOT).as_posix()}"
-    done = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return done.stdout if done.returncode == 0 else ""
 
 

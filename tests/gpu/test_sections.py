@@ -106,7 +106,6 @@ def test_without_sglang_its_section_is_left_out_and_asked_for_it_fails(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("section", ["single-gpu", "layouts", "laptop"])
-@pytest.mark.timeout(240)
 def test_a_section_of_several_processes_answers(section: str) -> None:
     found = function_of(section)("cpu", tiny=True)
     assert found.problems == []

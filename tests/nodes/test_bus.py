@@ -8,7 +8,7 @@ import pytest
 from tests.support.machines.bus import PORT, start_nats
 from tests.support.machines.lan import ROOT, machines
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nodes]
 
 CLIENT = [sys.executable, "-P", str(Path(__file__).with_name("programs") / "bus_client.py")]
 

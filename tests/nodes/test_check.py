@@ -9,7 +9,7 @@ import pytest
 from tests.nodes.two_machines import REFUSED_S, apart, copy_join, ends, start
 from tests.support.machines.lan import machines
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]  # above the starts
+pytestmark = [pytest.mark.nodes]  # above the starts
 
 
 def test_two_machines_that_fit_are_accepted_on_both_and_nothing_is_left(tmp_path: Path) -> None:

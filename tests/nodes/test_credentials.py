@@ -10,7 +10,7 @@ from runtime.bus.credential import read_credential
 from tests.support.machines.lan import ROOT, machines
 from tests.support.machines.machine import Machine
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nodes]
 
 ALONE = """
 include = "{laptop}"

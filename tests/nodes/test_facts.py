@@ -18,7 +18,7 @@ from tests.chaos.pace import Pace
 from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, pids, start
 from tests.support.machines.lan import ROOT, machines
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+pytestmark = [pytest.mark.nodes]  # above RUN_S and the starts
 
 KEEP = "def keep(group):\n    return True\n"
 MODEL = ROOT / "topologies/demo/models/reverse-digits"

@@ -14,7 +14,7 @@ from tests.sglang.recipe import RECIPE
 from tests.support.machines.lan import machines
 from tests.support.machines.machine import Machine, polled
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+pytestmark = [pytest.mark.nodes]  # above RUN_S and the starts
 
 RANKS = """
 train.save_interval = 2

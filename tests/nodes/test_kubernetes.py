@@ -164,7 +164,6 @@ def test_the_manifest_fits_its_topology() -> None:
 
 @pytest.mark.nodes
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 def test_the_manifests_command_trains_on_two_machines_with_its_names(tmp_path: Path) -> None:
     hosts = {"n0": "10.77.0.10", "n1": "10.77.0.11"}
     lines = [f"{address} {name}" for address, name in zip(hosts.values(), names(), strict=True)]

@@ -15,7 +15,7 @@ import pytest
 from tests.support.machines.lan import ROOT, NoMachines, machines
 from tests.support.machines.machine import polled
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nodes]
 
 PYTHON = [sys.executable, "-c"]
 TIMES = "import time; print(time.time(), time.time_ns() / 1e9, time.clock_gettime(0), time.mktime(time.localtime()))"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.machines.lan import Lan, machines
 from tests.support.machines.machine import Machine, Process
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nodes]
 
 TALK = [sys.executable, "-I", "-S", str(Path(__file__).with_name("programs") / "talk.py")]
 PORT = 7000

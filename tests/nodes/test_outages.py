@@ -10,7 +10,7 @@ import pytest
 from tests.nodes.two_machines import REWARD_ON_N1, WAIT_S, check_books, finishes, pids, start, topology
 from tests.support.machines.lan import machines
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+pytestmark = [pytest.mark.nodes]  # above RUN_S and the starts
 CUT_S = 40.0  # twice the lifetime of a node's claim
 
 

@@ -11,7 +11,7 @@ from tests.nodes.two_machines import RUN_S, check_books, check_learned, finishes
 from tests.support.machines.lan import machines
 from tests.support.machines.machine import Machine
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+pytestmark = [pytest.mark.nodes]  # above RUN_S and the starts
 
 
 def servers(machine: Machine) -> set[str]:

@@ -25,7 +25,7 @@ def test_no_machine_is_a_skip_with_its_reason_and_in_ci_a_failure(tmp_path: Path
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert "nodes: not run here, because " in done.stdout
@@ -49,7 +49,7 @@ def test_all_of_ci_requires_machines_unless_the_developer_skips_them(
     if given is not None:
         environment["PHYSARUM_NODES"] = given
     done = subprocess.run(
-        [tmp_path / "bin" / "test", "--all"], env=environment, capture_output=True, text=True, timeout=50, check=False
+        [tmp_path / "bin" / "test", "--all"], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout
     (stage,) = [line for line in done.stdout.splitlines() if line.endswith(" tests/nodes") and "PHYSARUM" in line]

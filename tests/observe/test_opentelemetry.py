@@ -109,7 +109,7 @@ async def test_every_group_and_step_is_a_trace_though_the_sender_is_killed(tmp_p
         def roots(name: str) -> dict[str, dict[str, Any]]:
             return {span["span"]: span for span in spans() if span["name"] == name}
 
-        await eventually(lambda: len(roots("train step")) >= run.num_steps, timeout_s=30)
+        await eventually(lambda: len(roots("train step")) >= run.num_steps)
         steps, groups = roots("train step"), roots("prompt group")
     assert sorted(span["values"]["physarum.step"] for span in steps.values()) == list(range(1, run.num_steps + 1))
     ended = Counter(span["values"]["physarum.outcome"] for span in groups.values())

@@ -26,7 +26,6 @@ MISSING = [name for name in ("prometheus", "promtool") if shutil.which(name) is 
 pytestmark = [
     pytest.mark.observe,
     pytest.mark.anyio,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         bool(MISSING),
         reason=f"observe: not run here, because {', '.join(MISSING)} is missing: apt-get install prometheus",
@@ -121,7 +120,7 @@ async def test_every_expression_has_a_series_while_prometheus_scrapes_a_run(tmp_
 
         left = [*alerts, *panels]
         try:
-            await eventually(all_have_one, timeout_s=120)
+            await eventually(all_have_one)
         except TimeoutError:
             pytest.fail(f"no series for {left}")
         assert await value_of('up{job="physarum"} == 1')

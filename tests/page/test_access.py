@@ -17,7 +17,7 @@ from runtime.settings.tables.observe import PAGE_FILE
 from tests.page.chromium import needs_chromium, visited
 from tests.support.log_of_a_run import LOG
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.xdist_group("chromium")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.xdist_group("chromium")]
 
 # What another user's server sends: it asks the page for all it has, in each way that a page of another origin can.
 FOREIGN = b"""<!doctype html><meta charset="utf-8"><title>foreign</title><body><script>

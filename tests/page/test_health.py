@@ -17,7 +17,7 @@ from messages import BufferStarted, Message, RunFailed, RunFinished, RunStalled,
 from tests.page.chromium import needs_chromium, visited
 from tests.support.log_of_a_run import LOG
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.xdist_group("chromium")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.xdist_group("chromium")]
 
 SECRET = "5ec4e7" * 8
 STALL = RunStalled(idle_s=300.0, waiting={"trainer": "a batch"})

@@ -23,7 +23,7 @@ from tests.build.events import failed
 from tests.chaos.harness import ROOT, Run
 from tests.page.chromium import browsed, needs_chromium, visited
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.xdist_group("chromium")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.xdist_group("chromium")]
 
 SECRET = "5ec4e7" * 8
 OPEN_STEPS = 2_000  # that curves show at most
@@ -83,7 +83,7 @@ async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Pa
     try:
         assert process.stdout is not None
         text = ""
-        with anyio.fail_after(60):
+        with anyio.fail_after(200):
             while "--url" not in text or not text.endswith("\n"):  # a pipe gets no secret
                 text += (await process.stdout.receive()).decode()
         assert "token" not in text
@@ -95,7 +95,7 @@ async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Pa
         assert "Group " in ended[1280]["views"]["view-samples"]["text"]
     finally:
         process.send_signal(signal.SIGINT)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             await process.wait()
 
 

@@ -9,7 +9,6 @@ from tests.rewards.__main__ import compare, labelled, main
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_math_agrees_with_math_verify_but_for_its_known_faults() -> None:
     """Where both answer. It takes 5 s of each comparison that math-verify gives up."""
     pairs, known = labelled()

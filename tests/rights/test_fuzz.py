@@ -30,7 +30,7 @@ from tests.fixtures.nats import eventually
 from tests.rights.fuzz import Known, of_viewer, of_worker
 from tests.rights.tries import Try
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 NUM_MESSAGES = 10_000
 NUM_STEPS = 20  # the last ones wait for the end of the messages

@@ -82,7 +82,7 @@ async def strike(command: Command, victims: Sequence[str], name: str, how: signa
 async def check_that_it_is_not_paused(command: Command, engine: str = ENGINE) -> None:
     """Ask an engine, between two updates, as everybody may."""
     url = url_of(command, engine)
-    await eventually(lambda: get(f"{url}/ready")[0] == 200, timeout_s=30)
+    await eventually(lambda: get(f"{url}/ready")[0] == 200)
 
 
 async def check_a_run(

@@ -30,12 +30,11 @@ def simulate(*words: str) -> dict[str, Any]:
 def first_seed() -> int:
     """A seed that follows from the commit: a run that breaks breaks again."""
     command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return int(done.stdout[:8] or "0", 16)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_runs_with_faults_end_and_their_books_close() -> None:
     assert simulate("--first", str(first_seed()), "--seeds", "1000", "--cpu-s", str(CPU_S))["runs"] > 0
 

@@ -76,7 +76,7 @@ class RunServer:
 
     async def answer(self) -> ScoresGiven:
         """The next answer."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(200):
             return await self._answers.get()
 
     async def num_queued(self) -> int:

@@ -67,7 +67,7 @@ class Seen(msgspec.Struct, frozen=True):
 def seen_by_nobody(run_dir: Path, pids: list[int], paths: list[Path], ports: list[tuple[str, int]]) -> Seen:
     """Inspect a run from a process of an unprivileged user. Needs root."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE, json.dumps([str(run_dir), pids, ports]), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=False, cwd="/")
+    done = subprocess.run(command, capture_output=True, timeout=200, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
     return msgspec.json.decode(done.stdout, type=Seen)
 

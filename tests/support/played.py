@@ -35,7 +35,7 @@ async def played(
         pair = sessions.pairs["s1"]
         of_model = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": pair.model.reveal()}
         given = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
-        with anyio.fail_after(120):
+        with anyio.fail_after(200):
             done = await anyio.run_process(
                 words,
                 env={**given, **of_model, "PHYSARUM_ROW": str(file)},

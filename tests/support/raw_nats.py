@@ -17,7 +17,7 @@ async def publish_raw(url: str, subject: str | bytes, payload: bytes, headers: b
         block = b"NATS/1.0\r\n" + headers + b"\r\n\r\n"
         sizes = (name, len(block), len(block) + len(payload))
         message = b"HPUB %s %d %d\r\n" % sizes + block + payload + b"\r\n"
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(b'CONNECT {"verbose":false,"headers":true,"protocol":1}\r\n' + message + b"PING\r\n")
             heard = b""

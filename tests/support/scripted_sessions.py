@@ -84,7 +84,7 @@ async def connected(run_dir: Path, sessions: ScriptedSessions, actor: str = "rol
     sessions.end = ActorEnd(run_dir, actor, "m", 4096, sessions)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sessions.end.run)
-        with anyio.fail_after(20):
+        with anyio.fail_after(200):
             await sessions.end.url()
         for session in sessions.ended:
             await sessions.end.ended(session)

@@ -70,7 +70,7 @@ def test_a_session_notes_its_tests_also_if_others_run_them(tmp_path: Path, worke
     options = ["-n", workers, "--results", tmp_path, "--rootdir", tmp_path, "-c", tmp_path / "pytest.ini"]
     command = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), *options, tmp_path]
     only_these = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=only_these, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=only_these, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [(row.what, row.where, row.result) for row in rows_of(page.read_text())] == [
         ("test_a.py", "grid, chaos", "2 passed, 1 failed")

@@ -201,7 +201,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 local, inside = _local(ctx.own_topk[rows], logits.size(1))
                 gradient.scatter_add_(1, local, grad_topk[rows] * inside)
             gradient = _tempered(gradient, _of_rows(ctx.temperature, rows)).to(hidden_MH.dtype)
-            torch.mm(gradient, weight_VH, out=of_hidden[rows])
+            of_hidden[rows] = torch.mm(gradient, weight_VH)  # without out=, which actors.bfloat16 does not replace
             if of_weight is None:
                 continue
             _add_product(of_weight, gradient.t(), hidden_MH[rows])

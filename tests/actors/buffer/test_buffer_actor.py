@@ -189,7 +189,7 @@ async def test_a_decision_of_a_later_version_ends_the_buffer(bus: Bus, topology:
     headers = {TYPE_HEADER: "groups_split", VERSION_HEADER: "2"}
     await bus._store.put(ledger_filter(bus.run).replace(">", "groups_split"), b"{}", headers)
     with (
-        anyio.fail_after(50),
+        anyio.fail_after(200),
         pytest.raises(UnknownDecision, match="'groups_split': version 2 of the messages wrote it"),
     ):
         await BufferActor(topology, bus, Path()).run()
@@ -203,7 +203,7 @@ async def test_a_task_of_which_nobody_can_read_how_it_ended_is_put_again(
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued)
         async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
-            with anyio.fail_after(50):
+            with anyio.fail_after(200):
                 first = [await anext(deliveries), await anext(deliveries)]
                 for delivery in first:
                     await delivery.ack()
@@ -223,7 +223,7 @@ async def test_an_ending_that_stays_unreadable_fails_its_group(bus: Bus, topolog
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued)
         async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
-            with anyio.fail_after(50):
+            with anyio.fail_after(200):
                 numbers = [await number_of_next(deliveries), await number_of_next(deliveries)]
                 for _ in range(MAX_ENDINGS_LOST):
                     await put_raw(bus, subject)

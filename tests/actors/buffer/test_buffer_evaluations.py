@@ -46,7 +46,7 @@ async def test_an_evaluation_item_of_which_nobody_can_read_how_it_ended_is_put_a
         issued, _ = await next_event(bus, EvalIssued)
         assert isinstance(issued, EvalIssued)
         async with bus.consume(EvalRequested, durable="eval") as deliveries:
-            with anyio.fail_after(50):
+            with anyio.fail_after(200):
                 item = await anext(deliveries)
                 await item.ack()
                 await put_raw(bus, filter_of(bus.run, EvalCompleted).replace(">", item.message.key()))

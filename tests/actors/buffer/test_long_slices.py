@@ -137,7 +137,7 @@ async def test_a_buffer_with_many_groups_does_not_hold_up_its_event_loop(bus: Bu
             await bus.publish(TrainerStarted(incarnation=1, step=0))
             await bus.publish(announcement(1))
             await next_event(bus, GroupsIssued)
-            await eventually(lambda: num_tasks(bus, NUM_ISSUED), timeout_s=60)
+            await eventually(lambda: num_tasks(bus, NUM_ISSUED))
             for group_id in range(64):
                 await complete(bus, group_id)
             await next_event(bus, BatchReady)

@@ -42,7 +42,7 @@ async def test_numbers_of_the_run_are_left_out_until_its_whole_log_is_read(tmp_p
         assert "physarum_train_steps" not in early
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follow, FoundRun(name=RUN, directory=run_dir), observed, exporter)
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 while f'physarum_exporter_caught_up{{run="{RUN}"}} 1.0\n' not in early:
                     early = await (await client.get("/metrics")).text()
             tasks.cancel_scope.cancel()

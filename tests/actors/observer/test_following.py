@@ -83,14 +83,14 @@ async def test_an_observer_knows_how_much_of_the_log_it_has_read_until_it_has_ca
         shares = list[float | None]()
         async with followed(found(tmp_path)) as events:
             assert events.share_read(0) is not None  # nothing is read yet
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 async for batch in events.batches():
                     shares.append(events.share_read(batch[-1].seq))
                     if batch[-1].seq == len(LOG):
                         break
             assert shares == [*(at / len(LOG) for at in (3, 6, 8, *range(10, len(LOG), 2))), None]
             await publish(bus, [ACTOR] * 12)
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 async for batch in events.batches():
                     if batch[-1].seq == len(LOG) + 12:
                         break

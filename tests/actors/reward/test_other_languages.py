@@ -48,7 +48,7 @@ async def test_a_worker_in_javascript_scores(bus: Bus, url: str) -> None:
         ScoreItem(index=1, prompt="p", response="x" * 70_000, status=SampleStatus.TRUNCATED, label={"a": True}),
     ]
     async with bus.score_inbox(lambda _: "length") as inbox:
-        with worker(url, bus.run, score_durable("length")), anyio.fail_after(50):
+        with worker(url, bus.run, score_durable("length")), anyio.fail_after(200):
             for name in ("r1", "r2"):
                 await bus.publish(
                     ScoreRequested(

@@ -69,7 +69,6 @@ def seen_as(client: str, message: ChatMessage) -> ChatMessage:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     "clients",
     [
@@ -98,7 +97,6 @@ def test_conversations_with_tools_are_extended_and_never_change(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(330)
 def test_errors_slow_turns_and_repeats_are_what_clients_take_them_for(tmp_path: Path) -> None:
     names = ("errors_control", "errors_ended", "errors_full", "errors_late", "held", "joined")
     sessions = ScriptedSessions(*names)

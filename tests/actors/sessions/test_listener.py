@@ -53,7 +53,7 @@ def with_door(
 ) -> None:
     async def running() -> None:
         sessions = ScriptedSessions("s1", "s2", **script)
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             async with opened(run_dir, sessions, settings) as door, connected(run_dir, sessions):
                 await test(door)
 
@@ -282,7 +282,7 @@ def test_a_connection_is_held_while_the_actor_is_away(
                 assert json.loads(rest)["model"] == "m"
 
     async def limited() -> None:
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             await running()
 
     anyio.run(limited)

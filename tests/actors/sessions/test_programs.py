@@ -28,7 +28,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test, which fails if it waits."""
 
     async def limited() -> None:
-        with anyio.fail_after(60):
+        with anyio.fail_after(200):
             await test()
 
     anyio.run(limited)

@@ -110,7 +110,7 @@ def run_with_process(run_dir: Path, test: Callable[[str, str, psutil.Process], A
 
     async def running(url: str, process: psutil.Process) -> None:
         sessions = ScriptedSessions("s1")
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             async with connected(run_dir, sessions):
                 await test(url, sessions.pairs["s1"].model.reveal(), process)
 
@@ -186,7 +186,7 @@ def test_a_listener_that_was_killed_is_found_again_where_it_was_with_its_session
     key, body = sessions.pairs["s1"].model.reveal(), ("/v1/chat/completions", json.dumps(CHAT).encode())
 
     async def ask(url: str) -> set[int]:
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             return await post_all(url, key, iter([body]))
 
     async def running() -> None:
@@ -208,7 +208,6 @@ def test_a_listener_that_was_killed_is_found_again_where_it_was_with_its_session
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_the_process_bears_many_strangers(tmp_path: Path) -> None:
     async def test(url: str, key: str, process: psutil.Process) -> None:
         await bear_strangers(url, key, process, num_bodies=10_000, num_large=8)

@@ -18,7 +18,7 @@ DUMMY = ("--load-format", "dummy")
 def refused(*flags: str) -> str:
     """Run the command, which must end with 2 and one line on standard error; that line."""
     command = [sys.executable, "-m", "actors.tiny_engine", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stdout == ""
     (line,) = ended.stderr.strip().splitlines()
@@ -85,7 +85,7 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
 
 def test_bad_flags_are_refused_with_the_range(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "actors.tiny_engine", "--model-path", str(tmp_path), "--port", "70000"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert ended.returncode == 2
     assert "70000 is not in 0..65535" in ended.stderr
 
@@ -93,7 +93,7 @@ def test_bad_flags_are_refused_with_the_range(tmp_path: Path) -> None:
 def test_help_answers_without_torch() -> None:
     program = "import sys; from actors.tiny_engine.__main__ import _parser; _parser(); print('torch' in sys.modules)"
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=20, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200, check=True
     )
     assert ended.stdout.strip() == "False"
 
@@ -118,7 +118,7 @@ def end_by(number: signal.Signals, engine: RunningEngine) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         started = time.monotonic()
         engine.process.send_signal(number)
-        _, errors = engine.process.communicate(timeout=40)
+        _, errors = engine.process.communicate(timeout=200)
         assert time.monotonic() - started < 20.0
         assert engine.process.returncode == 0
         assert "Traceback" not in errors

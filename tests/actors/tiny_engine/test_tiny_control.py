@@ -36,7 +36,7 @@ class Pending:
         return self._answered.is_set()
 
     async def answer(self) -> Any:
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             await self._answered.wait()
         return self._answer
 

@@ -44,7 +44,7 @@ async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[EngineThread
     engine = EngineThread(build, listener.deliver, listener.crash)
     try:
         await engine.start()
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             yield engine, listener
     finally:
         engine.stop()

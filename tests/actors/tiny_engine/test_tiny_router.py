@@ -33,7 +33,7 @@ def router_url(engines: list[RunningEngine]) -> Iterator[str]:
 @pytest.fixture
 async def router(router_url: str, engines: list[RunningEngine]) -> AsyncGenerator[EngineClient]:
     async with EngineClient(router_url) as client:
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             while (await client.get("/workers")).body["total"] < len(engines):
                 pass
         yield client

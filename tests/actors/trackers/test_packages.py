@@ -68,7 +68,7 @@ def lives(rows: Rows, name: str, moments: random.Random) -> Iterator[str]:
             process.wait(moments.uniform(0.0, 2.0))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=200)
     rows.add(5)
     last = rows.started(name)
     last.send_signal(signal.SIGTERM) if last.stderr is not None and last.stderr.readline() else None
@@ -125,7 +125,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PHYSARUM_RUN_DIR": str(rows.run_dir)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 2

@@ -185,7 +185,7 @@ def test_no_login_of_a_tracker_is_printed(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PHYSARUM_RUN_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 1

@@ -227,7 +227,7 @@ async def test_a_checkpoint_that_was_asked_for_before_a_crash_is_saved_when_the_
 
 async def test_a_trainer_says_which_batch_it_waits_for(topology: Topology, bus: Bus, tmp_path: Path) -> None:
     async def told(beginning: str) -> None:
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             while True:
                 answer = await bus.call("trainer", StatsRequested(), StatsGiven, timeout_s=40.0)
                 if answer.waits_for.startswith(beginning):

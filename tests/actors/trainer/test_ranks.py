@@ -140,7 +140,7 @@ def test_a_batch_comes_to_other_ranks_as_it_is(monkeypatch: pytest.MonkeyPatch, 
     def broadcast(tensor: torch.Tensor, src: int) -> None:
         assert src == 0
         if threading.current_thread() is following:
-            tensor.copy_(sent.get(timeout=30))
+            tensor.copy_(sent.get(timeout=200))
         else:
             sent.put(tensor.clone())
 
@@ -172,7 +172,7 @@ def test_a_rank_frees_a_batch_before_the_next_one_comes(monkeypatch: pytest.Monk
     def broadcast(tensor: torch.Tensor, src: int) -> None:
         if threading.current_thread() is following:
             alive.append(bool(other.taken and other.taken[-1]()))
-            tensor.copy_(sent.get(timeout=30))
+            tensor.copy_(sent.get(timeout=200))
         else:
             sent.put(tensor.clone())
 

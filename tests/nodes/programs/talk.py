@@ -127,7 +127,7 @@ def stream(address: str, port: int, size: int) -> None:
 
 
 def asked(address: str, port: int, data: bytes) -> dict[str, str]:
-    with socket.create_connection((address, port), timeout=30) as tcp:
+    with socket.create_connection((address, port), timeout=200) as tcp:
         tcp.sendall(b"stream\n" + data)
         tcp.shutdown(socket.SHUT_WR)
         return json.loads(tcp.makefile("rb").read())
@@ -135,7 +135,7 @@ def asked(address: str, port: int, data: bytes) -> dict[str, str]:
 
 def lines(address: str, port: int, count: int) -> None:
     """Exchange lines on one connection, and print each that came back."""
-    with socket.create_connection((address, port), timeout=50) as tcp, tcp.makefile("rwb") as file:
+    with socket.create_connection((address, port), timeout=200) as tcp, tcp.makefile("rwb") as file:
         file.write(b"lines\n")
         for number in range(count):
             file.write(b"%d\n" % number)

@@ -51,7 +51,7 @@ async def test_a_silent_instance_costs_the_deadline(bus: Bus) -> None:
         raise AssertionError
 
     async with bus.serve({StatsRequested: hang}, instance="reward.0"):
-        with anyio.fail_after(30), pytest.raises(CallTimeout):
+        with anyio.fail_after(200), pytest.raises(CallTimeout):
             await bus.call("reward.0", StatsRequested(), timeout_s=0.2)
 
 

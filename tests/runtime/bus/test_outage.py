@@ -38,7 +38,7 @@ async def test_a_publish_ends_when_the_outage_is_longer_than_allowed(own_nats_se
     async with Bus.connect(own_nats_server.url, "run", name="test", limits=over_network(SHORT, 1.0)) as bus:
         own_nats_server.kill()
         await eventually(lambda: bus.away_s > 0)
-        with anyio.fail_after(30), pytest.raises(PublishTimeout):
+        with anyio.fail_after(200), pytest.raises(PublishTimeout):
             await bus.publish(group_failed(1))
         assert bus.away_s >= 1.0
 
@@ -47,14 +47,14 @@ async def test_a_call_keeps_its_own_deadline_in_an_outage(own_nats_server: NatsS
     async with Bus.connect(own_nats_server.url, "run", name="test", limits=over_network(SHORT, 60.0)) as bus:
         own_nats_server.kill()
         await eventually(lambda: bus.away_s > 0)
-        with anyio.fail_after(30), pytest.raises(CallTimeout):
+        with anyio.fail_after(200), pytest.raises(CallTimeout):
             await bus.call("nobody", DescribeRequested(), timeout_s=0.3)
 
 
 async def test_a_server_that_does_not_answer_is_noticed_within_seconds(own_nats_server: NatsServer) -> None:
     async with Bus.connect(own_nats_server.url, "run", name="test", limits=over_network(SHORT, 60.0)) as bus:
         own_nats_server.pause()
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             while not bus.away_s:  # noqa: ASYNC110 - the client's pings
                 await anyio.sleep(0.1)
         own_nats_server.resume()

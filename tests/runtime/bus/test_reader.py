@@ -16,7 +16,7 @@ HALTED = RoundHalted(incarnation=1, round=3)
 
 
 async def all_now(events: Events[Message]) -> list[Message]:
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         return [received.message async for received in events.so_far()]
 
 
@@ -176,7 +176,7 @@ async def test_a_reader_whose_pending_messages_are_gone_after_an_outage_comes_to
     assert reader.num_pending == 3
     await own_nats_server.restart()
     await own_bus.purge(Plane.EVENT, below_seq=4)
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         while reader.num_pending:
             assert await reader.next() is None
         await own_bus.publish(group_failed(3))
@@ -203,5 +203,5 @@ async def test_a_reader_begun_while_the_server_is_down_reads_on_when_it_is_back(
         group.start_soon(start_again)
         begun.set()
         async with own_bus.read(GroupFailed) as events:
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 assert [(await anext(events)).message for _ in range(2)] == [group_failed(0), group_failed(1)]

@@ -181,7 +181,7 @@ def test_a_death_while_changes_are_applied_leaves_what_is_there(published: list[
     held = copy_of(published, 2, copies)
     each = published[2]
     command = [sys.executable, "-c", KILLED, "3", each.checksum, str(each.path), str(copies)]
-    assert subprocess.run(command, cwd=ROOT, timeout=50, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, cwd=ROOT, timeout=200, check=False).returncode == -signal.SIGKILL
     assert sorted(path.name for path in copies.iterdir()) == [".v000003", "v000002"]
     assert is_right(held, published, 2)
     assert is_right(copy_of(published, 3, copies), published, 3)

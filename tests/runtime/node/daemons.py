@@ -56,13 +56,13 @@ class Running:
         self._more = anyio.Event()
 
     async def run(self) -> RunEnd:
-        with anyio.fail_after(50):
+        with anyio.fail_after(200):
             self.outcome = await self.daemon.run()
         return self.outcome
 
     async def shown(self, part: str) -> str:
         """Wait for a line that holds a text."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             while True:
                 for line in self.lines:
                     if part in line:

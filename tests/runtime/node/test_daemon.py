@@ -132,7 +132,7 @@ async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: P
             go_on.wait(30)
 
     try:
-        with anyio.fail_after(20):
+        with anyio.fail_after(200):
             outcome = await NodeDaemon(plan(tmp_path / "r", player("3")), show=stuck).run()
     finally:
         go_on.set()
@@ -354,7 +354,7 @@ async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -
         server = pid_of(tmp_path / "r", "nats-server")
         later = await HomeLease.take(tmp_path / "r", "n0", take_over=True, place="elsewhere")
         tasks.start_soon(later.keep, 0.1)  # the running home may just have read the file, and overwrites it once more
-        await eventually(lambda: running.outcome is not None, timeout_s=30)
+        await eventually(lambda: running.outcome is not None)
         tasks.cancel_scope.cancel()
     assert running.outcome is not None
     assert running.outcome.error is not None

@@ -73,7 +73,7 @@ async def running(run_dir: Path) -> AsyncGenerator[Running]:
 
 async def until_taken(run_dir: Path, client: ExternalClient, wanted: bool) -> float:
     join, began = read_join(run_dir / JOIN_FILE), time.monotonic()
-    with anyio.fail_after(40):
+    with anyio.fail_after(200):
         await wait_until_taken(join.url, "r", join.certificate, [(client, wanted)])
     return time.monotonic() - began
 
@@ -145,7 +145,7 @@ async def test_a_revoked_client_is_cut_off_within_a_second_and_no_other_client_n
             Bus.connect(join.url_with_login, "r", name="actor", certificate=join.certificate) as actor,
         ):
             revoke_client(bus_dir, "alice")
-            with anyio.fail_after(40):
+            with anyio.fail_after(200):
                 await hers.lost.wait()
             await until_taken(tmp_path, alice, False)
             await run.shown("credential of grader alice: revoked")
@@ -161,7 +161,7 @@ async def test_a_credential_expires_while_its_client_is_connected(tmp_path: Path
         client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(6))
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
-            with anyio.fail_after(40):
+            with anyio.fail_after(200):
                 await his.lost.wait()
         await run.shown("credential of viewer bob: expired")
         assert datetime.now(UTC) >= client.expires

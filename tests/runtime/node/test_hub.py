@@ -181,7 +181,7 @@ def test_a_model_is_downloaded_before_the_run_and_a_start_needs_no_network_then(
     with served(Mirror, monkeypatch) as url:  # a process of its own: the hub's tools read the variable when imported
         environment = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-P", str(ROOT / "bin" / "physarum.py"), "start-topology", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stdout
     place = Path(said.rpartition(", ")[2].strip())

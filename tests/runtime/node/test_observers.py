@@ -139,7 +139,7 @@ async def test_a_page_that_is_killed_comes_back_with_its_secret_and_the_run_does
             except aiohttp.ClientError:
                 return False
 
-        await eventually(is_back, timeout_s=40)
+        await eventually(is_back)
         renewed = renew(run_dir / PAGE_FILE)
         assert renewed.partition("#")[0] == first.partition("#")[0]
         assert [await status_of(url) for url in (first, renewed)] == [401, 200]

@@ -38,7 +38,7 @@ async def shown_of(bus: Bus, run_dir: Path) -> list[str]:
         run=bus.run, node="local", run_dir=run_dir, incarnation=1, num_steps=1, started=started, processes=()
     )
     reporting = Reporting(plan, show=shown.append, rewrite=None)
-    with anyio.fail_after(20):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as tasks, bus.read() as events:
             tasks.start_soon(reporting.display.run)
             tasks.start_soon(reporting.run, bus)

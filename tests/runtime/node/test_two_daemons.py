@@ -169,7 +169,7 @@ async def test_a_later_home_counts_the_engines_that_other_nodes_gave_up_before(
         return Running(two, comparison=Acceptance(shared, "n0", NodeFacts(), tmp_path / "n0"))
 
     monkeypatch.setattr("runtime.node.other_nodes.LEAVE_WITHIN_S", 0.1)  # the other node stays
-    with anyio.fail_after(50):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon((first := home(1)).run)
             statement = NodeStatement("n1", NodeFacts(), tmp_path / "n1")

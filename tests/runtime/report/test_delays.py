@@ -40,7 +40,6 @@ if "trainer" in sys.orig_argv:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_delays_of_grader_filter_weights_and_checkpoint_are_in_their_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,7 +177,7 @@ def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=50)
+    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=200)
     heavy, _, number = result.stdout.decode().strip().rpartition(" ")
     assert heavy == "[]"
     assert int(number) < 450  # 351 in 2026, of which numpy, of the messages, has 86

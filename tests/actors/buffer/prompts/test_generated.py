@@ -181,7 +181,7 @@ async def test_a_function_that_fails_later_ends_the_run_with_its_number(bus: Bus
     rollout = msgspec.structs.replace(topology.rollout, rollout_batch_size=16)
     wide = msgspec.structs.replace(topology, rollout=rollout)
     await bus.publish(announcement(1))
-    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(50):
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(200):
         await host(bus, [hosted("buffer", wide, Path())])
     (found,) = flatten(caught.value)
     assert isinstance(found, InputError)

@@ -49,7 +49,7 @@ async def load(bus: Bus, topology: Topology) -> list[PromptsLoaded]:
 
 
 async def refusal(bus: Bus, topology: Topology) -> str:
-    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(50):
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(200):
         await host(bus, [hosted("buffer", topology, Path())])
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)

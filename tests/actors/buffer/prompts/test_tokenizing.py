@@ -199,7 +199,6 @@ for trusted in (False, True):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_code_of_a_tokenizer_runs_only_when_trusted(tmp_path: Path) -> None:
     """In a process of its own: transformers keeps the code that it has imported."""
     model = tmp_path / "model"

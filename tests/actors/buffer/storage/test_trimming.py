@@ -380,7 +380,7 @@ async def test_a_log_that_an_older_buffer_trims_meanwhile_is_not_taken_over(
         await bus.purge(Plane.EVENT, below_seq=(await bus.state(Plane.EVENT)).last_seq)
 
     monkeypatch.setattr(LedgerLog, "load", older)
-    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(50):
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(200):
         await host(bus, [hosted("buffer", topology_of(tmp_path, trim_min_events=1), tmp_path)])
     (error,) = flatten(caught.value)
     assert "while it was read" in str(error)

@@ -21,7 +21,7 @@ from bin import start_topology
 from tests.support.commands import called
 from tests.support.extra_packages import ROOT, installed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # installs packages
+pytestmark = [pytest.mark.slow]  # installs packages
 RULES: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "labelled_instructions.toml").read_text())["rule"]
 PACKAGES = (
     "if-verifiable==0.1.2", "emoji==2.16.0", "immutabledict==4.3.1", "langdetect==1.0.9", "nltk==3.10.4",
@@ -83,9 +83,9 @@ def test_each_rule_has_a_response_that_follows_it_and_one_that_does_not() -> Non
 
 
 def test_no_rule_has_the_name_of_one_in_another_benchmark() -> None:
+    assert len(rules()) == 25 + 58  # and imports the registries, without the top level of the package
     registries = [importlib.import_module(f"if_verifiable.{name}.instructions_registry") for name in BENCHMARKS]
     assert [len(each.INSTRUCTION_DICT) for each in registries] == [25, 58]
-    assert len(rules()) == 25 + 58
 
 
 @pytest.mark.parametrize("name", ["ifeval", "ifbench"])

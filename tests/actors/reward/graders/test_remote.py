@@ -128,7 +128,7 @@ async def graded(url: str, number: int, timeout_s: float) -> list[Graded]:
         timeout_s=timeout_s,
         max_tries=1,
     )
-    with anyio.fail_after(60):
+    with anyio.fail_after(200):
         async with open_pool(settings) as pool:
             return await pool.grade(spec, [SAMPLE] * number)
 

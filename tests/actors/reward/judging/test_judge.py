@@ -158,15 +158,15 @@ async def test_an_engine_that_ends_and_moves_costs_no_try() -> None:
         assert judge.waits_for() == "engines.judge: 1 answer of the judge strict"
         async with serving(ScriptedJudge(None)) as gone:
             known.add(server_at(gone, "engine.judge.0"))
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 while not gone.bodies:  # noqa: ASYNC110 - the server has no event for it
                     await anyio.sleep(0.01)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             while judge.counts["unreachable_requests"] < 4:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         async with serving(ScriptedJudge("7")) as moved:
             known.add(server_at(moved, "engine.judge.0"))
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 while not found:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
     assert found == ["7"]

@@ -154,7 +154,7 @@ async def test_one_that_is_set_apart_while_it_is_looked_at_is_not_lost() -> None
 async def until_out(engine: Engine, target: FleetTarget) -> None:
     """Wait as requests and reports do: looking only when somebody says that there is something new."""
     await eventually(lambda: engine.registration.is_known)
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         async with target.changed:
             while engine.registration.is_known:
                 await target.changed.wait()
@@ -226,7 +226,7 @@ def beside_the_trainer(verifier: InSteps) -> tuple[Engine, FleetTarget]:
 async def steps_of(engine: Engine, number: int) -> list[NextStep]:
     """Carry out so many steps."""
     steps: list[NextStep] = []
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         for _ in range(number):
             steps.append(await engine.next_step())
             await engine.carry_out(steps[-1])

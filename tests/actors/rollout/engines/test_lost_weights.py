@@ -31,7 +31,7 @@ def unwritten(version: int) -> WeightsAnnounced:
 
 async def takes_part(bus: Bus, version: int) -> None:
     """Begin weight syncs of a version, until the engine takes part in one."""
-    with anyio.fail_after(50):
+    with anyio.fail_after(200):
         for number in count():
             step = WeightSyncPrepared(session=f"{version}.{number}", incarnation=1, version=version, deadline_s=5.0)
             if (await bus.call("rollout", step, WeightSyncAnswered, timeout_s=40)).members:

@@ -29,7 +29,7 @@ from tests.support.tiny_client import EngineClient
 from tests.support.tiny_engine import RunningEngine, running_engine
 from tests.support.tiny_models import teacher_forced, write_model, write_weights
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]  # transformers takes its time to load
+pytestmark = [pytest.mark.anyio]  # transformers takes its time to load
 
 PROMPT = [7, 8, 9]
 LENGTH = 400  # tokens of a response: long enough to be streamed

@@ -90,7 +90,7 @@ async def test_the_successor_of_one_that_ended_in_order_need_not_wait(bus: Bus) 
         group.start_soon(first.run)
         await first.claim("engine.policy.0", URL)
         group.cancel_scope.cancel()
-    with anyio.fail_after(40):
+    with anyio.fail_after(200):
         await second.claim("engine.policy.0", URL)
 
 
@@ -167,7 +167,7 @@ class HoldingEngine(ScriptedEngine):
         return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        await eventually(lambda: not self.paused, timeout_s=40)
+        await eventually(lambda: not self.paused)
         return await super()._generate(request)
 
 
@@ -221,12 +221,12 @@ async def test_a_call_of_an_actor_that_stood_still_changes_nothing_for_its_succe
             assert engine.version != stale
             engine.goes_on.set()
             first.send_signal(signal.SIGCONT)
-            with anyio.fail_after(40):
+            with anyio.fail_after(200):
                 assert await first.wait() == EXIT_FENCED
             for group_id in range(4):
                 await bus.publish(task(group_id))
             events = await completed_groups(bus, 4)
-            await eventually(lambda: engine.version != stale and not engine.paused, timeout_s=40)
+            await eventually(lambda: engine.version != stale and not engine.paused)
         group.cancel_scope.cancel()
     refs = [ref for event in events for sample in event.samples for ref in sample.segments]
     segments = [(await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in refs]

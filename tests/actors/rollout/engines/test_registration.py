@@ -115,5 +115,5 @@ async def test_a_router_that_does_not_take_it_is_waited_for_so_long_and_no_longe
         pass
 
     monkeypatch.setattr(router, "add_worker", refuse)
-    with anyio.fail_after(30), pytest.raises(EngineUnavailable, match="did not take http://one"):
+    with anyio.fail_after(200), pytest.raises(EngineUnavailable, match="did not take http://one"):
         await entered(router, Asked())

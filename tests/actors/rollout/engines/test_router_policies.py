@@ -26,7 +26,7 @@ from tests.support.rollout import announcement, completed, grade, rollout_actor,
 from tests.support.scripted_engine import ScriptedEngine, serving
 from tests.support.tiny_engine import wait_until_200
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.anyio]
 
 NUM_ENGINES = 3
 
@@ -70,7 +70,7 @@ async def test_a_router_with_each_policy_starts_without_engines_and_passes_reque
                 return await workers.has(router, engine.url)
 
             for engine in engines:
-                await eventually(lambda engine=engine: knows(engine), timeout_s=30)
+                await eventually(lambda engine=engine: knows(engine))
             for number in range(24):
                 await send(client, router, f"conversation {number % 8}", number)
             held = [{body["rid"] for body in engine.requests} for engine in engines]
@@ -103,7 +103,7 @@ async def test_an_external_router_serves_a_run_alone(bus: Bus, router_url: str) 
         async def lists(*engines: ScriptedEngine) -> bool:
             return await listed(ours) == {engine.url for engine in engines}
 
-        await eventually(lambda: lists(foreign, left), timeout_s=30)
+        await eventually(lambda: lists(foreign, left))
         group.start_soon(grade, bus)
         async with rollout_actor(bus, "http://127.0.0.1:9", [own], topology):
             await bus.publish(announcement(1))

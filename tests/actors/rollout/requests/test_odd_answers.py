@@ -35,7 +35,6 @@ def engine(model: Path) -> Iterator[str]:
         yield engine.url
 
 
-@pytest.mark.timeout(300)
 async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the_end(
     engine: str, model: Path, dispatch_by: str | None
 ) -> None:

@@ -75,7 +75,6 @@ def request(number: int, prompt: list[int]) -> GenerateRequest:
 
 @pytest.mark.anyio
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_one_request_that_kills_engines_fails_and_255_complete(tmp_path: Path, router_url: str) -> None:
     model = write_model(tmp_path / "model")
     specs = [spec(model, index) for index in range(2)]

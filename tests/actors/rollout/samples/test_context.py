@@ -126,7 +126,7 @@ async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(then: 
                 await anyio.sleep_forever()
 
     talk = Conversation(task(0).prompt, sample, params=SamplingParams(max_new_tokens=9), ask=ask, model=AnyTokens())
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         assert await talk.run(function) is status
     assert sample.metadata["num_turns"] == 1
 
@@ -181,14 +181,14 @@ async def waits_after_a_turn_that_it_gave_up(talk: Conversation) -> None:
 @pytest.mark.parametrize("call", ["hangs", "begins"])
 async def test_after_a_turn_that_a_function_gave_up_its_time_counts_again(call: str) -> None:
     talk, _ = conversation(Answers(call), limit_s=0.05)
-    with anyio.fail_after(30), pytest.raises(ValueError, match=r"took more than 0\.05 s outside of generate"):
+    with anyio.fail_after(200), pytest.raises(ValueError, match=r"took more than 0\.05 s outside of generate"):
         await talk.run(waits_after_a_turn_that_it_gave_up)
 
 
 async def test_a_halt_during_a_turn_that_is_given_up_ends_the_function() -> None:
     answers = Answers("hangs")
     talk, _ = conversation(answers)
-    with anyio.fail_after(20):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as group:
 
             async def run() -> None:

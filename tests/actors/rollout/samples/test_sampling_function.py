@@ -58,7 +58,7 @@ async def sampled(name: str, metadata: dict[str, Any], *, evaluation: bool = Fal
         key=KEY,
     )
     sampling = SamplingFunction(topology_with(rollout={"custom_sampling": name}))
-    with anyio.fail_after(50):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as group:
             await group.start(sampling.run)
             assert sampling.keyed is not None
@@ -114,7 +114,7 @@ async def test_only_the_call_that_hangs_is_late(tmp_path: Path, monkeypatch: pyt
         except FunctionFailed as error:
             ended.append(str(error))
 
-    with anyio.fail_after(50):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as group:
             await group.start(sampling.run)
             async with anyio.create_task_group() as calls:

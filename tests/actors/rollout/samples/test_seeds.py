@@ -37,7 +37,6 @@ def test_the_seed_of_a_sample_does_not_change_over_versions_of_this_product() ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_equal_seeds_give_equal_tokens_on_two_engines(tmp_path: Path) -> None:
     write_config(tmp_path)
     with (

@@ -179,7 +179,7 @@ async def test_groups_that_share_lend_idle_slots_when_engines_took_some_away() -
         a.share(partners)
         b.share(partners)
         slots.resize(1)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             await started(b, ["b0", "b1"], order)
             assert (order, slots.taken) == (["b0", "b1"], 3)
             b.give_back()
@@ -206,7 +206,7 @@ async def test_slots_that_come_back_together_are_lent_once_and_no_group_is_forgo
             assert (slots.taken, b.num_wanted) == (num_slots, max(0, 2 - num_slots))
             async with a, b:
                 pass
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 await c.granted(2)
             tasks.cancel_scope.cancel()
 

@@ -29,7 +29,6 @@ def python() -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("ending", "sandbox"), [("terminated", "process"), ("truncated", "process" if REFUSAL else "isolated")]
 )
@@ -51,7 +50,6 @@ async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(330)
 async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tmp_path: Path) -> None:
     """A message without an action is no step: the model is told what an action is, and the turn has no reward."""
     said = ["I think", *(f"Move {move}." for move in (2, 2, 1, 1, 1, 2))]
@@ -72,7 +70,6 @@ async def test_an_environment_of_the_package_is_played_by_its_id(python: str, tm
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(330)
 async def test_an_episode_without_a_step_fails_and_one_that_fills_the_context_is_truncated(
     python: str, tmp_path: Path
 ) -> None:

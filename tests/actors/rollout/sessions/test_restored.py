@@ -104,7 +104,7 @@ def test_the_tree_of_a_successor_is_the_same_and_no_engine_is_asked(
         notes.append(note)
 
     async def test() -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             async with scripted_session(rendering, model, numbered(model), keep=keep, clock=lambda: 0.0) as run:
                 sent = await play(run, requests, model)
                 newest = await run.session.turn(sent[-1])

@@ -10,7 +10,7 @@ from tests.actors.rollout.sessions.test_command import ROOT
 from tests.build.turns import answer
 from tests.support.played import played
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 TASKS = "number_tasks"  # the module beside this one
 

@@ -169,7 +169,7 @@ def launched(fake: Path, **environment: str) -> dict[str, Any]:
     """What a server got that was started as a run starts it."""
     words = [sys.executable, LAUNCH, "sglang.launch_server", "--model-path", "m", "--tp-size", "2"]
     env = {"PYTHONPATH": str(fake), ENGINE_KEY_VARIABLE: KEY, **environment}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     arguments: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["args"]
     return arguments

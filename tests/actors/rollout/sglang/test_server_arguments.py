@@ -124,7 +124,7 @@ def test_the_server_gets_every_argument_in_its_type_and_the_environment_of_its_p
     topology = load_topology(LAPTOP, overrides(fake, marked, *given)).topology
     (spec,) = [spec for spec in process_specs(topology, "local", tmp_path) if spec.name == "engine.policy.0"]
     words = [with_address(word, "127.0.0.1", 1) for word in spec.command]
-    done = subprocess.run(words, env=dict(spec.env), capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(words, env=dict(spec.env), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
     expected: dict[str, Any] = {name.replace("-", "_"): value for name, value in TYPED.items()}

@@ -80,7 +80,7 @@ async def test_a_restart_goes_on_from_a_snapshot_as_it_would_from_the_whole_log(
 async def caught_up(feed: Feed) -> Feed:
     async with anyio.create_task_group() as group:
         group.start_soon(feed.run)
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             await feed.caught_up.wait()
         group.cancel_scope.cancel()
     return feed
@@ -101,7 +101,7 @@ async def test_a_snapshot_that_can_be_used_is_waited_for_after_a_change_of_the_f
     async with anyio.create_task_group() as group:
         group.start_soon(feed.run)
         await bus.publish(snapshot(state, incarnation=2))
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             await feed.caught_up.wait()
         group.cancel_scope.cancel()
     assert (feed.history.covered, feed.history.batches.keys()) == (covers, {0})

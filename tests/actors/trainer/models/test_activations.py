@@ -60,7 +60,6 @@ def test_the_estimate_is_near_what_was_measured(tmp_path: Path, dtype: str, laye
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_estimate_is_near_what_a_middle_sized_model_takes(tmp_path: Path, dtype: str) -> None:
     # the second step has the peak: moments beside activations

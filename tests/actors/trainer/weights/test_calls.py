@@ -34,12 +34,12 @@ async def test_the_end_lets_a_thread_go_that_waits_for_an_answer_and_no_segment_
         async with ThreadCalls.opened(bus) as calls:
             ask = calls.ask_of(["rollout"])
             sending = thread.submit(Segments(prefix, {"engine": 1}).carry, step, flat, ask, 600.0, lambda: None)
-            with anyio.fail_after(30):
+            with anyio.fail_after(200):
                 await called.wait()
             assert list(SEGMENTS.glob(f"{prefix}-*"))
             stop.cancel()
             with anyio.CancelScope(shield=True):  # as a weight sync is
-                await asyncio.wait([asyncio.wrap_future(sending)], timeout=30)
+                await asyncio.wait([asyncio.wrap_future(sending)], timeout=200)
     with pytest.raises(CancelledError):
         sending.result()
     assert not list(SEGMENTS.glob(f"{prefix}-*"))

@@ -60,7 +60,7 @@ async def test_a_viewer_reads_stored_and_new_events(tmp_path: Path) -> None:
     ):
         await bus.ensure_streams(TEST_STREAMS)
         await bus.publish(group_failed(1))
-        stored = await bob.request("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', timeout=30)
+        stored = await bob.request("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', timeout=200)
         assert (stored.headers or {})["Nats-Subject"] == "phy.r.event.group.failed.1.1"
         live = await bob.subscribe("phy.r.event.>")
         await flushed(bob)
@@ -126,7 +126,7 @@ async def test_a_jetstream_client_finds_its_consumer_in_the_domain_of_the_run(tm
             stream = alice.jetstream(domain="r")
             assert (await stream.consumer_info("phy-r-work", "score-math")).num_pending == 1
             pulled = await stream.pull_subscribe_bind(durable="score-math", stream="phy-r-work")
-            (task,) = await pulled.fetch(1, timeout=30)
+            (task,) = await pulled.fetch(1, timeout=200)
             await task.ack_sync()
         await node.close()
         assert (await bus.state(Plane.WORK)).messages == 0
@@ -144,7 +144,7 @@ async def test_an_auditor_reads_the_data_plane_and_nothing_else(tmp_path: Path) 
         await bus.publish(group_failed(1))
         sampled = payload(4, segment((7, 8)))
         await bus.publish(sampled)
-        stored = await auditor.request("$JS.API.DIRECT.GET.phy-r-data", b'{"seq":1}', timeout=30)
+        stored = await auditor.request("$JS.API.DIRECT.GET.phy-r-data", b'{"seq":1}', timeout=200)
         found = decode(stored.data, stored.headers or {})
         assert isinstance(found, SegmentsPublished)
         assert (found.group_id, found.segments[0].response_ids.tolist()) == (4, [7, 8])

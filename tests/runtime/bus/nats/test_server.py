@@ -66,7 +66,7 @@ async def test_a_taken_port_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         settings = ServerSettings(store_dir=tmp_path / "store", port=taken.getsockname()[1])
-        with anyio.fail_after(35), pytest.raises(BusUnavailable, match="ended before it was ready"):
+        with anyio.fail_after(200), pytest.raises(BusUnavailable, match="ended before it was ready"):
             async with running_server(tmp_path, settings):
                 pass
 
@@ -141,7 +141,7 @@ async def test_a_wrong_password_is_refused_at_once(tmp_path: Path) -> None:
             pass
         for wrong in (Login(user="physarum", password=Secret("mould")), Login(password=Secret("mould"))):
             url = with_login(server.ports.url, wrong)
-            with anyio.fail_after(30), pytest.raises(BusUnavailable, match=r"(?i)authorization") as refused:
+            with anyio.fail_after(200), pytest.raises(BusUnavailable, match=r"(?i)authorization") as refused:
                 async with Bus.connect(url, "run", name="test", limits=BusLimits(connect_timeout_s=300)):
                     pass
             assert "mould" not in str(refused.value)
@@ -171,7 +171,7 @@ async def test_nobody_without_the_login_learns_anything(tmp_path: Path) -> None:
     async with running_server(tmp_path, ServerSettings(store_dir=tmp_path / "store", login=LOGIN)) as server:
         assert ports_of(server.pid) == {server.ports.port}
         reader, writer = await asyncio.open_connection("127.0.0.1", server.ports.port)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             assert (await reader.readline()).startswith(b"INFO ")
             writer.write(b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB phy.run.event.x 1\r\nx\r\n')
             assert b"Authorization Violation" in await reader.readline()

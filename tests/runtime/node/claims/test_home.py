@@ -69,7 +69,7 @@ async def test_a_second_home_is_refused_while_the_first_renews_its_lease(tmp_pat
             await HomeLease.take(tmp_path, "n0", place="b", lifetime_s=600.0)
         group.cancel_scope.cancel()
     await first.release()
-    with anyio.fail_after(40):  # and not after the 600 s that it lives
+    with anyio.fail_after(200):  # and not after the 600 s that it lives
         second = await HomeLease.take(tmp_path, "n0", place="b", lifetime_s=600.0)
     assert second.lease.incarnation == 2
 
@@ -85,7 +85,7 @@ async def test_the_lease_of_a_dead_home_ends_and_the_incarnation_rises(tmp_path:
 async def test_an_old_home_whose_network_returns_ends_and_leaves_the_lease(tmp_path: Path) -> None:
     old = await HomeLease.take(tmp_path, "n0", place="a")
     new = await HomeLease.take(tmp_path, "n0", place="b", take_over=True)
-    with pytest.raises(HomeMoved, match="is home now"), anyio.fail_after(40):
+    with pytest.raises(HomeMoved, match="is home now"), anyio.fail_after(200):
         await old.keep(RENEW_EVERY_S)
     await old.release()
     found = msgspec.json.decode((tmp_path / home.LEASE_FILE).read_bytes(), type=Lease)
@@ -100,7 +100,7 @@ async def test_a_home_writes_its_lease_again_over_an_older_one(tmp_path: Path) -
     (tmp_path / home.LEASE_FILE).write_bytes(before)
     with anyio.move_on_after(0.3):
         await new.keep(RENEW_EVERY_S)
-    with pytest.raises(HomeMoved), anyio.fail_after(40):
+    with pytest.raises(HomeMoved), anyio.fail_after(200):
         await old.keep(RENEW_EVERY_S)
 
 

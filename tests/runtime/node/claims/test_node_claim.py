@@ -44,7 +44,7 @@ async def test_the_claim_of_a_dead_agent_expires_and_the_incarnation_rises(bus: 
 
 async def test_the_claim_of_a_dead_agent_in_this_directory_is_taken_over_at_once(bus: Bus, tmp_path: Path) -> None:
     first = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1, lifetime_s=600)
-    with anyio.fail_after(40):  # sooner than it expires
+    with anyio.fail_after(200):  # sooner than it expires
         second = await NodeClaim.take(bus, "n0", tmp_path, incarnation=2)
     assert (first.holder.incarnation, second.holder.incarnation) == (1, 2)
 
@@ -73,7 +73,7 @@ async def test_a_claim_that_a_late_clock_keeps_is_taken_over_when_nobody_renews_
 async def test_a_claim_that_was_given_up_is_free_at_once(bus: Bus, tmp_path: Path) -> None:
     claim = await NodeClaim.take(bus, "n0", tmp_path / "one", incarnation=1)
     await claim.release()
-    with anyio.fail_after(40):
+    with anyio.fail_after(200):
         await NodeClaim.take(bus, "n0", tmp_path / "two", incarnation=1)
 
 
@@ -85,7 +85,7 @@ async def test_a_claim_that_expired_is_entered_again_or_lost_to_another_agent(bu
         await eventually(lambda: is_held(bus))
         group.cancel_scope.cancel()
     await died_elsewhere(bus, incarnation=9)
-    with pytest.raises(NodeClaimed, match="process 1 on other, in /elsewhere"), anyio.fail_after(30):
+    with pytest.raises(NodeClaimed, match="process 1 on other, in /elsewhere"), anyio.fail_after(200):
         await claim.keep()
 
 

@@ -91,7 +91,7 @@ def has(log: Path, text: bytes) -> bool:
 
 async def said(log: Path, text: bytes) -> None:
     """Wait until a process has printed something."""
-    with anyio.fail_after(40):
+    with anyio.fail_after(200):
         while not has(log, text):  # noqa: ASYNC110 - the file system has no event
             await anyio.sleep(0.01)
 
@@ -248,7 +248,7 @@ async def test_stopping_ends_actors_before_services_before_the_bus_and_kills_the
         await changes.until(lambda: len(changes.of(Started)) == 3)
         for name in ("bus", "service", "actor"):
             await said(tmp_path / "logs" / f"{name}.jsonl", b"up")
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             await supervision.stop()
     exits = changes.of(Exited)
     assert [change.spec.name for change in exits] == ["actor", "service", "bus"]
@@ -280,7 +280,7 @@ async def test_a_killed_guardian_is_replaced(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(python("sleeper", SLEEPER))
         await changes.until(lambda: bool(changes.of(Started)))
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             while not guardians():  # noqa: ASYNC110 - a foreign process
                 await anyio.sleep(0.01)
             (first,) = guardians()

@@ -50,7 +50,7 @@ class Supervised:
     async def lines(self, name: str, number: int = 1) -> list[str]:
         """Wait until a process has printed so many lines."""
         path = self.run_dir / "logs" / f"{name}.jsonl"
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             while not path.exists() or len(path.read_text().splitlines()) < number:  # noqa: ASYNC110 - a file
                 await anyio.sleep(0.01)
         entries = [json.loads(line) for line in path.read_text().splitlines()]
@@ -62,7 +62,7 @@ class Supervised:
         return json.loads(await anyio.Path(path).read_text())
 
     async def ended(self, name: str) -> Exited:
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             while True:
                 for change in self.changes:
                     if isinstance(change, Exited) and change.spec.name == name:
@@ -71,7 +71,7 @@ class Supervised:
 
     async def template(self) -> int:
         """The process id of the template, once it runs."""
-        with anyio.fail_after(40):
+        with anyio.fail_after(200):
             while (pid := self.supervision.template.pid) is None:  # noqa: ASYNC110 - another process
                 await anyio.sleep(0.01)
         return pid
@@ -144,7 +144,7 @@ async def test_a_wait_ends_when_another_look_found_the_end_first() -> None:
     async def wait() -> None:
         codes.append(await process.wait())
 
-    with anyio.fail_after(40):
+    with anyio.fail_after(200):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await wait_all_tasks_blocked()

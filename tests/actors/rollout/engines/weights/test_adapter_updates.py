@@ -49,7 +49,7 @@ from tests.support.tiny_client import EngineClient
 from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_tokenizer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 Tensors = dict[str, Tensor]
 NOISE: Final = 0.3  # in the model's weights, so that its log-probs depend on them
@@ -135,7 +135,7 @@ class Rig(NamedTuple):
     async def update(self, version: int) -> None:
         """Make a version the target, and wait until the engine holds it."""
         await self.fleet.set_target(self.run.announced(version))
-        with anyio.fail_after(60):
+        with anyio.fail_after(200):
             await self.fleet.next_version(version - 1)
 
     def request(self, name: str, num_tokens: int, min_version: int = 1) -> Any:
@@ -181,7 +181,7 @@ async def rig_of(
 
 async def until_loaded(client: SglangClient, url: str, versions: set[str]) -> None:
     """Wait until an engine has loaded these versions of the run, and these adapters of others, by its own account."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         while {name.removeprefix(f"{RUN}-").partition("@")[0] for name in await client.adapters(url)} != versions:
             await anyio.lowlevel.checkpoint()
 
@@ -201,7 +201,7 @@ async def running(rig: Rig, name: str, min_version: int = 1) -> AsyncGenerator[l
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             while not any(reader.num_tokens for reader in request.readers):
                 await anyio.lowlevel.checkpoint()
         yield found
@@ -258,14 +258,14 @@ async def test_a_colocated_engine_gets_base_and_adapter_back_after_it_resumes(ur
     async with rig_of(url, run, colocated=True) as rig:
         (engine,) = rig.fleet.engines
         await rig.fleet.allow(MemoryLevel.NOTHING)
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             await rig.fleet.until(lambda: engine.state is EngineState.RELEASED)
         await rig.fleet.allow(MemoryLevel.LOADED)
         await rig.fleet.set_target(run.announced(2))
-        with anyio.fail_after(30):
+        with anyio.fail_after(200):
             await rig.fleet.until(lambda: engine.status.memory_level is MemoryLevel.LOADED)
         await rig.fleet.allow(MemoryLevel.EVERYTHING)
-        with anyio.fail_after(60):
+        with anyio.fail_after(200):
             await rig.fleet.next_version(1)
         request = rig.request("after", 4, min_version=2)
         await rig.generator.generate(request)

@@ -65,7 +65,6 @@ async def test_a_corruption_is_caught_and_the_next_session_is_right(
     await halves.leave()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("transport", "seed"), [("collective", 1), pytest.param("ipc", 2, marks=pytest.mark.nightly)])
 async def test_random_corruptions_are_caught(
     transport: Transport, seed: int, model: Path, version: Version, client: SglangClient

@@ -33,7 +33,7 @@ from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_tokenizer
 from tests.support.weight_line import carried_out, verifier_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 Tensors = dict[str, Tensor]
 LAYER: Final = "model.layers.1."

@@ -58,19 +58,19 @@ async def test_requests_that_move_are_waited_for_beyond_the_limit_of_a_stall() -
 
 
 async def test_requests_that_stand_still_fail_the_update() -> None:
-    with anyio.fail_after(30), pytest.raises(EngineSilent, match=r"none of them moved for 0.3 s \(update_stall_s\)"):
+    with anyio.fail_after(200), pytest.raises(EngineSilent, match=r"none of them moved for 0.3 s \(update_stall_s\)"):
         await updater_of(ScriptedClient(num_moves=1, ends=False))._until_idle(URL)
 
 
 async def test_requests_that_never_end_fail_the_update() -> None:
-    with anyio.fail_after(30), pytest.raises(EngineSilent, match=r"the limit is 0.5 s"):
+    with anyio.fail_after(200), pytest.raises(EngineSilent, match=r"the limit is 0.5 s"):
         await updater_of(ScriptedClient(num_moves=10**6), requests_s=0.5)._until_idle(URL)
 
 
 async def test_a_load_fails_after_the_time_of_its_bytes() -> None:
     weights = announcement(1, size_bytes=200_000)  # 0.2 s at 1 MB/s
     begin = anyio.current_time()
-    with anyio.fail_after(30), pytest.raises(EngineSilent, match=r"did not load 200000 bytes within 0.5 s"):
+    with anyio.fail_after(200), pytest.raises(EngineSilent, match=r"did not load 200000 bytes within 0.5 s"):
         await updater_of(ScriptedClient(num_moves=0, load_s=60.0))._load(URL, weights, "1@e")
     assert anyio.current_time() - begin >= 0.5
 
@@ -81,7 +81,7 @@ async def test_a_load_has_its_whole_time_after_the_requests_that_it_waits_for() 
     updater = updater_of(client)
     client.has_loaded = lambda: (of := updater.progress(URL)) is not None and progress_text(of, 0).startswith("loads")
     updater.note(URL, "begins")
-    with anyio.fail_after(30):
+    with anyio.fail_after(200):
         await updater._load(URL, weights, "1@e")
     progress = updater.progress(URL)
     assert progress is not None
