@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-WAIT_MS: Final = 20_000  # for what a page loads
+WAIT_MS: Final = 120_000  # for what a page loads
 SIZES: Final = ((1280, 900, "light"), (390, 844, "dark"))
 ALONE: Final = (  # so that it asks for nothing but the page
     "--no-sandbox",

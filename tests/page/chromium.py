@@ -13,7 +13,7 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 REQUIRED: Final = "PHYSARUM_PAGE"  # "required": fail without Chromium; bin/test --all sets it unless it is set
 SETUP_S: Final = 600  # another call may have to end first
-BROWSE_S: Final = 120
+BROWSE_S: Final = 350
 
 
 @cache

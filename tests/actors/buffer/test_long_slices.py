@@ -39,7 +39,7 @@ from tests.support.loop_watch import BOUND_S, watching_loop
 from tests.support.rollout import announcement, next_event
 
 MANY = 60_000  # groups in flight
-NUM_ISSUED = 2_048  # groups of one issue on a real bus
+NUM_ISSUED = 8_192  # groups of one issue on a real bus
 
 
 def issue_of(first: int, number: int, attempt: int = 0) -> GroupsIssued:

@@ -21,7 +21,7 @@ from actors.reward.samples import GradedSample
 WORKER: Final = Path(__file__).with_name("worker.py")
 ASK: Final = "Give the final answer between <answer> and </answer>."
 MAX_ANSWER_BYTES: Final = 4 << 20
-IMPORT_S: Final = 60.0  # for the process to start and to import reasoning-gym
+IMPORT_S: Final = 300.0  # for the process to start and to import reasoning-gym
 MORE_S: Final = 20.0  # for an answer, beyond the time after which the process ends itself
 EXTRA: Final = 'pip install "physarum[gym]"'
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.S)
