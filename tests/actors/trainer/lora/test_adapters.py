@@ -176,7 +176,7 @@ def test_the_reference_is_the_model_without_its_adapters(make_topology: MakeTopo
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(drawn(name.removeprefix(PREFIX).replace(".default", "")))
-    step, loop = TrainStep(topology, replica), ReferenceTrainer(topology, model, reference_model=reference)
+    step, loop = TrainStep(topology, replica), ReferenceTrainer(topology, model, reference_model=reference, apart=True)
     for number in range(3):
         metrics, expected = step(random_batch(number)).metrics, loop.train(random_batch(number))
         assert metrics["train/kl_loss"] == pytest.approx(sum(one["kl_loss"] for one in expected) / 2, abs=1e-5)

@@ -68,7 +68,7 @@ def test_a_reference_that_follows_takes_the_pair(make_topology: MakeTopology, tm
     reference = copy.deepcopy(model)
     step, loop = (
         TrainStep(topology, Replica(topology, CPU)),
-        ReferenceTrainer(topology, model, reference_model=reference),
+        ReferenceTrainer(topology, model, reference_model=reference, apart=True),
     )
     for number in range(4):
         if number == 2:

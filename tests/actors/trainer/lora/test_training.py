@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_training_equals_peft(make_topology: MakeTopology, tmp_path: Path, kind: str, settings: dict) -> None:
     topology, model = started(make_topology, tmp_path, kind, **settings)
     replica = Replica(topology, CPU)
-    step, reference = TrainStep(topology, replica), ReferenceTrainer(topology, model)
+    step, reference = TrainStep(topology, replica), ReferenceTrainer(topology, model, apart=True)
     for number in range(5):
         batch = random_batch(number)
         metrics, expected = step(batch).metrics, reference.train(batch)[0]

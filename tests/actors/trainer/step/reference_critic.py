@@ -1,9 +1,10 @@
-"""The critic written again from the formulae, on transformers and torch.optim.AdamW, one sample at a time."""
+"""The critic written again from the formulae of one sample, on transformers and torch.optim.AdamW."""
 
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.step.critic import Critic
@@ -11,7 +12,7 @@ from runtime.settings.topology import Topology
 
 
 class ReferenceCritic:
-    """A critic on transformers and torch.optim.AdamW, one sample at a time. Shares no code with the trainer."""
+    """A critic on transformers and torch.optim.AdamW. Shares no code with the trainer."""
 
     def __init__(self, model: Any, weight: torch.Tensor, topology: Topology) -> None:
         self._model, self._topology = model, topology
@@ -31,10 +32,15 @@ class ReferenceCritic:
 
     def values(self, batch: TrainBatch, sample: int) -> torch.Tensor:
         """Values of a sample's tokens after the first, each computed one position before its token."""
-        begin = int(batch.starts_B[sample])
-        tokens = torch.from_numpy(batch.tokens_N[begin : begin + int(batch.lengths_B[sample])]).long()
-        hidden = self._model.model(tokens[None]).last_hidden_state[0, :-1]
-        return hidden @ self.weight[0] + self.bias
+        return self._all_values(batch, [sample])[0]
+
+    def _all_values(self, batch: TrainBatch, samples: list[int]) -> list[torch.Tensor]:
+        """Values of several samples: one pass, in which no token sees the padding behind a shorter sample."""
+        ends = [(int(batch.starts_B[sample]), int(batch.lengths_B[sample])) for sample in samples]
+        tokens = [torch.from_numpy(batch.tokens_N[begin : begin + length]).long() for begin, length in ends]
+        hidden_BTH = self._model.model(pad_sequence(tokens, batch_first=True)).last_hidden_state
+        values_BT = hidden_BTH @ self.weight[0] + self.bias
+        return [values_T[: length - 1] for values_T, (_, length) in zip(values_BT, ends, strict=True)]
 
     def train_steps(self, batch: TrainBatch, values_N: Any, returns_N: Any) -> list[float]:
         """Take the optimizer steps of a batch, each on equally many rollouts in order; return their losses."""
@@ -49,12 +55,12 @@ class ReferenceCritic:
         clip, total = self._topology.algorithm.estimator.value_clip, torch.zeros(())
         members = np.isin(batch.rollouts_B, rollouts)
         num_tokens = batch.mask_sums_B[members].sum()
-        for sample in np.flatnonzero(members).tolist():
+        samples = np.flatnonzero(members).tolist()
+        for sample, values in zip(samples, self._all_values(batch, samples), strict=True):
             begin, length = int(batch.starts_B[sample]), int(batch.lengths_B[sample])
             own = slice(begin + 1, begin + length)
             mask = torch.from_numpy(batch.loss_mask_N[own]).float()
             old, goal = torch.from_numpy(values_N[own]).float(), torch.from_numpy(returns_N[own]).float()
-            values = self.values(batch, sample)
             clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
             errors = torch.maximum((values - goal) ** 2, (clipped - goal) ** 2)
             siblings = batch.mask_sums_B[batch.rollouts_B == batch.rollouts_B[sample]].sum()

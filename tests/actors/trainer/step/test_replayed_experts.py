@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from actors.rollout.offline.dump import Dumped
 from actors.trainer.data.assembly import CollectedGroup, assemble
@@ -43,7 +44,7 @@ class Replaying(ReferenceTrainer):
     def __init__(self, topology: Topology, model: Any, told: Tensor | None = None) -> None:
         super().__init__(topology, model)
         self._told = told  # [N, layers, chosen]
-        self._wanted: Tensor | None = None  # of the sample that comes
+        self._wanted: Tensor | None = None  # of the samples that come
         self._taken: dict[int, Tensor] = {}
         for layer, block in enumerate(model.model.layers):
             block.mlp.gate.forward = partial(self._choose, block.mlp.gate, layer)
@@ -66,9 +67,9 @@ class Replaying(ReferenceTrainer):
             return sample | {"experts": torch.stack([self._taken[layer] for layer in range(LAYERS)], 1)}
         return sample | {"experts": self._told[begin : begin + len(sample["tokens"])]}
 
-    def _outputs(self, model: Any, sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        self._wanted = sample["experts"]
-        return super()._outputs(model, sample)
+    def _spreads(self, model: Any, samples: list[dict[str, Any]]) -> list[Tensor]:
+        self._wanted = pad_sequence([sample["experts"] for sample in samples], batch_first=True).flatten(0, 1)
+        return super()._spreads(model, samples)
 
 
 def differences(topology: Topology, reference: ReferenceTrainer, batch: TrainBatch) -> dict[str, float]:
