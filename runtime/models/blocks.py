@@ -36,6 +36,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     has_sinks: bool = False  # each head has a score that takes a share of each query's softmax
     window: int | None = None  # number of keys that a query sees, its own among them; None: all up to its own
     has_gate: bool = False  # a sigmoid gate of each head's output, whose rows follow those of the head's query
+    has_value_norms: bool = False  # an RMSNorm of each head's value, without a weight
+    has_one_projection: bool = False  # a head's value is its key before norm and RoPE: the layer has no v_proj
     of_files: ClassVar[str] = "self_attn"  # the module's name there
 
     def products(self, length: int) -> float:
@@ -51,6 +53,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Yield the tensors. The fused rows are groups: the queries of a key-value head, its key, its value."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": query * (2 if self.has_gate else 1), "k_proj": key, "v_proj": key}
+        if self.has_one_projection:
+            del rows["v_proj"]
         layout: dict[str, Any] = {"groups": self.kv_heads, "is_stored_joined": self.is_stored_joined}
         yield from fused("linear_qkv", rows, hidden, joined="qkv_proj", bias=self.qkv_bias, **layout)
         if self.head_norms:
@@ -243,7 +247,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     has_shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
     num_groups: int | None = None  # expert groups; None: a token's experts are chosen among all
     num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
-    clamped: Clamped | None = None  # None: SwiGLU without biases
+    clamped: Clamped | None = None  # None: gated units without biases
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates, those of the shared expert too
+    has_norms: bool = False  # see `_norms`
     router: str = "gate"  # its name in the files
     is_stacked: bool = False  # the files have a tensor of all experts in the place of one of each
 
@@ -256,6 +262,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         yield from linear("router", self.router, self.num_experts, hidden, bias=self.clamped is not None)
         if self.has_bias:
             yield Weight("router.expert_bias", {"gate.e_score_correction_bias": (self.num_experts,)})
+        if self.has_norms:
+            yield from self._norms(hidden)
         for number in range(self.num_experts):
             if self.clamped is not None:
                 yield from self._stacked(number, hidden)
@@ -269,6 +277,17 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             yield from within(Mlp(size=self.shared_size).weights(hidden), "shared_experts")
         if self.has_shared_gate:
             yield Weight("shared_experts.gate_weight", {"shared_expert_gate.weight": (1, hidden)})
+
+    def _norms(self, hidden: int) -> Iterator[Weight]:
+        """Yield the tensors of experts that read the residual itself, as the router and the shared expert do.
+
+        Each of the three has a norm of its own. The router's has no weight: it multiplies coordinates by a scale, and
+        the weights of chosen experts by a factor of each. What experts and shared expert add is normalized, too.
+        """
+        for name in ("before_shared", "after_shared", "before_experts", "after_experts"):
+            yield msgspec.structs.replace(norm(name, hidden), start="one")
+        yield Weight("router.scale", {"router.scale": (hidden,)}, start="one")
+        yield Weight("router.expert_scales", {"router.per_expert_scale": (self.num_experts,)}, start="one")
 
     def _stacked_row(self, weight: Weight, number: int) -> Weight:
         """Give an expert's tensor its place in that of all experts, which has no ending."""
@@ -313,6 +332,7 @@ class Layer(msgspec.Struct, frozen=True):
     attention: Attention | Mla | DeltaNet
     mlp: Mlp | Experts
     norms: Norms = Norms()
+    has_scale: bool = False  # its output is multiplied by a number, which is never trained
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the tensors."""
@@ -323,6 +343,8 @@ class Layer(msgspec.Struct, frozen=True):
         yield from _norm_if(norms.before_mlp, "pre_mlp_layernorm", hidden)
         yield from within(self.mlp.weights(hidden), "mlp")
         yield from _norm_if(norms.after_mlp, "mlp_bda", hidden)
+        if self.has_scale:
+            yield Weight("mlp_bda.scale", {"layer_scalar": (1,)}, is_frozen=True, start="one")
 
     def weights_of_a_token(self, hidden: int, *, matrices_only: bool = True) -> int:
         """Count the weights that each token is multiplied with; it passes only the experts chosen for it."""
@@ -359,6 +381,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[Layer, ...]
     embedding_scale: float = 1.0  # factor of embedded tokens
     has_centred_norms: bool = False  # an RMSNorm multiplies by 1 plus its weight
+    logit_cap: float | None = None  # logits are `cap * tanh(logits / cap)`; None: they are not capped
     names: tuple[tuple[str, str], ...] = ()  # pieces of names that the files spell otherwise than the blocks
     copied: tuple[str, ...] = ()  # modules of the files that are not built, and that exports have unchanged
 
@@ -381,13 +404,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> Attention | Mla:
-        """Attention of the first layer that is not linear; sizes of heads are those of all such layers."""
+        """Attention of the first layer that is not linear. Heads of other layers may have other sizes."""
         return next(layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet))
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The different rotary embeddings of the layers."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The different rotary embeddings of the layers, each with the size of the heads."""
+        blocks = (layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet))
+        return tuple(dict.fromkeys((block.rope, block.head_dim) for block in blocks if block.rope is not None))
+
+    @property
+    def has_equal_heads(self) -> bool:
+        """Whether heads have the same sizes in all layers with attention."""
+        blocks = (layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet))
+        kinds = {(block.head_dim, block.kv_heads, getattr(block, "has_one_projection", False)) for block in blocks}
+        return len(kinds) == 1
 
     @property
     def mla(self) -> Mla | None:
@@ -417,7 +448,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def activation(self) -> str:
         """Activation of the gates, which all layers have in common."""
-        return next((layer.mlp.activation for layer in self.layers if isinstance(layer.mlp, Mlp)), "silu")
+        return self.layers[0].mlp.activation
 
     @property
     def has_dense_layers(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from runtime.models.blocks import Attention, DeltaNet, Experts, Indexer, Layer, Mla, Mlp, ModelShape
+from runtime.models.blocks import Attention, DeltaNet, Experts, Indexer, Layer, Mla, Mlp, ModelShape, Norms
 from runtime.models.config_keys import config_table, sort_keys
 from runtime.models.directory import CONFIG, GENERATION_CONFIG, ModelError, decoded, has_file, read_json
 from runtime.models.family import Composite, Family, family_of
@@ -160,11 +160,13 @@ def _read(content: Content, family: Family, problems: Problems, composite: Compo
         rms_norm_eps=keys.rms_norm_eps,
         tie_word_embeddings=keys.tie_word_embeddings,
         layers=tuple(
-            Layer(own, _stored(mlp, composite), family.norms) for own, mlp in zip(attention, mlps, strict=True)
+            Layer(own, _stored(mlp, composite), _norms(family, mlp), keys.has_layer_scales)
+            for own, mlp in zip(attention, mlps, strict=True)
         ),
         names=(*family.names.items(), *(() if composite is None else composite.names.items())),
         copied=(*family.copied, *(() if composite is None else composite.copied)),
         embedding_scale=keys.embedding_scale,
+        logit_cap=keys.logit_cap,
         has_centred_norms=keys.has_centred_norms,
     )
     problems += _many_tensors(shape)
@@ -177,6 +179,12 @@ def _read(content: Content, family: Family, problems: Problems, composite: Compo
         num_mtp_layers=of_mlps.num_further_layers,
         unread_keys=sorted_keys.unread,
     )
+
+
+def _norms(family: Family, mlp: Mlp | Experts) -> Norms:
+    """Return the norms of a layer. Experts with norms of their own read the residual itself."""
+    has_own = isinstance(mlp, Experts) and mlp.has_norms
+    return msgspec.structs.replace(family.norms, before_mlp="") if has_own else family.norms
 
 
 def _stored(mlp: Mlp | Experts, composite: Composite | None) -> Mlp | Experts:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from runtime.models.blocks import Experts, Mlp
-from runtime.models.readers import MlpKeys
+from runtime.models.readers import GegluKeys, MlpKeys
 
 
 class ExpertKeys(MlpKeys, frozen=True, kw_only=True):
@@ -199,3 +199,42 @@ class TypedExpertKeys(PublishedExpertKeys, frozen=True, kw_only=True):
             yield f"mlp_layer_types is not supported; supported: {number} of 'dense' and 'sparse'"
             return
         yield from super().problems()
+
+
+class FurtherExpertKeys(GegluKeys, frozen=True, kw_only=True):
+    """Keys of MLPs, and of experts that each layer has beside its MLP if it is so switched on."""
+
+    enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
+
+    def block(self, index: int) -> Mlp | Experts:
+        """Return the block of a layer. The MLP is the shared expert."""
+        if not self.enable_moe_block:
+            return super().block(index)
+        return Experts(
+            num_experts=self.num_experts or 0,
+            num_experts_per_tok=self.top_k_experts or 0,
+            size=self.moe_intermediate_size or 0,
+            shared_size=self.intermediate_size,
+            score="softmax",
+            has_bias=False,
+            norm_topk_prob=True,
+            activation="gelu_tanh",
+            has_norms=True,
+            router="router.proj",
+            is_stacked=True,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if not self.enable_moe_block:
+            return
+        if (self.moe_intermediate_size or 0) < 1:
+            yield f"moe_intermediate_size {self.moe_intermediate_size} is not positive"
+        if not 1 < (self.top_k_experts or 0) <= (self.num_experts or 0):
+            yield (
+                f"top_k_experts {self.top_k_experts} is not supported; supported: 2 to num_experts, {self.num_experts}"
+            )

@@ -14,6 +14,7 @@ from runtime.models.problems import Problems, Unsupported
 from runtime.models.rope import Rope, RopeKeys, read_rope
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
+GEGLU: Final = "gelu_pytorch_tanh"  # GeGLU with the approximation by tanh
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, Hugging Face names
 
 
@@ -31,6 +32,7 @@ class DecoderKeys(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: int | tuple[int, ...] | None = None
     initializer_range: float = 0.02
     has_centred_norms: ClassVar[bool] = False  # an RMSNorm multiplies by 1 plus its weight
+    has_layer_scales: ClassVar[bool] = False  # each layer's output is multiplied by a number, which is never trained
     dtype: str | None = None  # transformers 5
     torch_dtype: str | None = None  # transformers 4
 
@@ -43,6 +45,11 @@ class DecoderKeys(msgspec.Struct, frozen=True, kw_only=True):
     def embedding_scale(self) -> float:
         """Factor of embedded tokens."""
         return 1.0
+
+    @property
+    def logit_cap(self) -> float | None:
+        """Largest size of a logit, to which tanh bends them; None: none."""
+        return None
 
     def problems(self) -> Iterator[str]:
         """Yield each value that is not supported."""
@@ -316,3 +323,21 @@ class BiasedMlpKeys(MlpKeys, frozen=True, kw_only=True):
         """Return the block of a layer."""
         del index
         return Mlp(size=self.intermediate_size, bias=self.mlp_bias)
+
+
+class GegluKeys(MlpKeys, frozen=True, kw_only=True):
+    """Keys of MLPs with GeGLU. The class does not read hidden_act."""
+
+    activations: ClassVar[tuple[str, ...]] = ("silu", GEGLU)
+    hidden_activation: str = GEGLU
+
+    def block(self, index: int) -> Mlp | Experts:
+        """Return the block of a layer."""
+        del index
+        return Mlp(size=self.intermediate_size, activation="gelu_tanh")
+
+    def problems(self) -> Iterator[str]:
+        """Yield each value that is not supported."""
+        yield from super().problems()
+        if self.hidden_activation != GEGLU:
+            yield f"hidden_activation {self.hidden_activation!r} is not supported; supported: {GEGLU!r}"

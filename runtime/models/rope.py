@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.models.problems import Problems, Unsupported
 
+PROPORTIONAL: Final = "proportional"
 _HUGE: Final = 1e300  # a larger integer is no float
 _OF_YARN: Final = (
     "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast beta_slow "
@@ -81,13 +82,14 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position: int = 8192
     yarn: Yarn | None = None  # of rope_type "yarn"
     divisor: float = 1.0  # of all frequencies, of rope_type "linear"
+    proportion: float = 1.0  # of planes that are rotated, those of the highest frequencies: rope_type "proportional"
     growth: QueryGrowth | None = None  # of queries with their position
     is_interleaved: bool = False  # neighbouring coordinates are rotated, not those of both halves
 
     @property
     def is_stretched(self) -> bool:
         """Whether frequencies are scaled."""
-        return self.factor != 1.0 or self.divisor != 1.0 or self.yarn is not None
+        return self.factor != 1.0 or self.divisor != 1.0 or self.proportion != 1.0 or self.yarn is not None
 
     @property
     def amplitude(self) -> float:
@@ -102,8 +104,9 @@ class Rope(msgspec.Struct, frozen=True):
         """Scale the frequencies of a head's planes."""
         if self.yarn is not None:
             return self.yarn.stretched(frequencies, self.theta)
-        if self.divisor != 1.0:
-            return [frequency / self.divisor for frequency in frequencies]
+        if self.divisor != 1.0 or self.proportion != 1.0:
+            rotated = int(self.proportion * len(frequencies))
+            return [frequency / self.divisor * (index < rotated) for index, frequency in enumerate(frequencies)]
         return [self._stretched(frequency) for frequency in frequencies]
 
     def _stretched(self, frequency: float) -> float:
@@ -141,13 +144,13 @@ def read_rope(
     theta = problems.of(lambda: _number(parameters, "rope_theta", usual)) or 0.0
     if not theta > 0 and not problems:
         problems.append(f"rope_theta {theta} is not a positive number")
-    given = parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
+    kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
+    kind = next((kind for kind in kinds if kind != "default"), "default")
+    given = None if kind == PROPORTIONAL else parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
     if share == 1.0 and given not in (None, 1.0):
         problems.append("partial_rotary_factor other than 1 is not supported")
     elif given is not None:
         share = problems.of(lambda: _number({"partial_rotary_factor": given}, "partial_rotary_factor")) or share
-    kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
-    kind = next((kind for kind in kinds if kind != "default"), "default")
     rope = problems.of(lambda: _scaled(kind, kinds, theta, parameters, share, stretching, of_heads))
     if rope is None or problems:
         raise Unsupported(problems)
@@ -175,6 +178,8 @@ def _scaled(
     try:
         if kind == "linear":
             return Rope(theta=theta, divisor=_number(parameters, "factor"))
+        if kind == PROPORTIONAL:
+            return _proportional(theta, parameters)
         return _yarn(theta, parameters, of_heads) if kind == "yarn" else _llama3(theta, parameters)
     except KeyError as error:
         raise ValueError(f"rope_type {kind!r} lacks {error}") from error
@@ -206,6 +211,14 @@ def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
         high_freq_factor=_number(parameters, "high_freq_factor"),
         original_max_position=int(_number(parameters, "original_max_position_embeddings")),
     )
+
+
+def _proportional(theta: float, parameters: Mapping[str, Any]) -> Rope:
+    """Read as transformers (modeling_rope_utils._compute_proportional_rope_parameters) does."""
+    proportion = _number(parameters, "partial_rotary_factor", 1.0)
+    if not 0.0 < proportion <= 1.0:
+        raise ValueError(f"partial_rotary_factor {proportion} of rope_type 'proportional' is not in 0..1")
+    return Rope(theta=theta, proportion=proportion, divisor=_number(parameters, "factor", 1.0))
 
 
 def _yarn(theta: float, parameters: Mapping[str, Any], of_heads: bool) -> Rope:

@@ -287,6 +287,13 @@ FAMILIES = (
     Row("TP2+SP", recompute=True, kind="glm_moe_dsa", replay=True),
     Row("PP2", recompute=True, kind="qwen3_5_text", prompts=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_next", replay=True),
+    Row("EP2xTP2+SP", packed=True, recompute=True, kind="gemma4_text", replay=True),
+    Row("PP2", kind="gemma4_text", replay=True, prompts=True),
+    Row("EP2xCP2", packed=True, kind="gemma4_text", replay=True),
+    Row("TP2+SP", packed=True, tied=True, kind="gemma4_text, dense"),
+    Row("TP2", kind="gemma4_text, dense"),
+    Row("PP2", packed=True, tied=True, kind="gemma4_text, dense"),
+    Row("CP2", packed=True, kind="gemma4_text, dense"),
 )
 # log-probs of groups before their batch
 AHEAD = (
@@ -430,7 +437,8 @@ FEW = (
     Row("EP2xCP2", kind="qwen3_moe", replay=True),
     Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
     Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
-    *(FAMILIES[row] for row in (0, 4, 7, 9, 13, 16)),
+    *(FAMILIES[row] for row in (0, 4, 7, 9, 16)),
+    Row("EP2xTP2+SP", packed=True, recompute=True, kind="gemma4_text", replay=True),
     Row("PP2", recompute=True, kind="qwen3_5_text", prompts=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_next", replay=True),
 )

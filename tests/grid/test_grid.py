@@ -28,7 +28,11 @@ LIMITS = {
     "weights": 5e-5,
     "moments": 2e-5,  # of the largest; sums in another order leave up to 1.06e-5
 }
-DEEP_LIMIT = 1e-4  # of moments in 8 layers
+DEEP_LIMIT = 1e-4  # of moments in 8 layers, and of kinds whose rounding grows as much
+# Scores of Gemma 4 are not scaled. The last bits of the first weights alone change moments of one rank by 8.4e-5
+# (dense) and 9.2e-5 (experts), log-probs by 7.3e-5; its rows differ by up to 4.8e-5 and 4.2e-5. For Gemma 3 these are
+# 6.5e-6 and 3.1e-5; its row CP2 differs by 1.7e-6 and 4.0e-6.
+ROUNDED = ("gemma4_text", "gemma4_text, dense")
 HALF_LIMIT = 2e-2  # of loss and entropy in bfloat16 against float32
 HALVES_LIMIT = 2e-2  # the same against a single rank in bfloat16: its own packed and padded losses are 2.3e-2 apart
 WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/results/DATE-grid.md
@@ -104,7 +108,7 @@ def test_a_layout_trains_what_one_rank_trains(grid: Path, row: Row) -> None:
     if row.is_half:
         assert max(found["loss"], found["entropy"]) <= HALF_LIMIT, found
     else:
-        limits = LIMITS | ({"moments": DEEP_LIMIT} if row.num_layers == 8 else {})
+        limits = LIMITS | ({"moments": DEEP_LIMIT} if row.num_layers == 8 or row.kind in ROUNDED else {})
         assert {name: value for name, value in found.items() if value > limits[name]} == {}
 
 

@@ -30,7 +30,16 @@ FEATURES = (
 # kinds of the same blocks as others in CI, or of blocks that no layout has code for; ministral3 has some under CP
 # alone, and indexers of sparse attention under SP
 NIGHTLY_KINDS = (
-    *("deepseek_v32", "dots1", "exaone4", "glm_moe_dsa", "minimax_m2", "ministral3", "olmo3", "phi3", "smollm3"),
+    *(
+        "deepseek_v32",
+        "dots1",
+        "exaone4",
+        "gemma3_text",
+        "gemma4_text, dense",
+        "glm_moe_dsa",
+        "minimax_m2",
+    ),
+    *("ministral3", "olmo3", "phi3", "smollm3"),
 )
 ONLY_NIGHTLY = {("DP", "SP")}  # each beside tensor parallelism in CI: together they have no code of their own
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.tiny_engine.model.delta_net import mixed
-from actors.tiny_engine.model.experts import BIAS, experts_output, stacked
+from actors.tiny_engine.model.experts import BIAS, activated, experts_output, stacked
 from actors.tiny_engine.model.layers import Layer, Past, Rows, attended, linear, normed
 from runtime.models.blocks import Attention, DeltaNet, Experts, ModelShape, Weight, norm
 from runtime.models.config import ModelError
@@ -234,13 +234,20 @@ def hidden_states(weights: Weights, ids: Tensor, past: Past, adapters: Rows = ()
         x = x + normed(added, held.get("self_attn_bda.weight"), config)
         normal = normed(x, held.get("pre_mlp_layernorm.weight"), config)
         if isinstance(layer.mlp, Experts):
-            added = experts_output(normal, held, layer.mlp)
+            added = experts_output(normal, held, layer.mlp, config.rms_norm_eps)
         else:
             gate, up = linear(normal, layer, "mlp.linear_fc1", own).chunk(2, -1)
-            gate = F.silu(gate) if layer.mlp.activation == "silu" else F.gelu(gate, approximate="tanh")
-            added = linear(gate * up, layer, "mlp.linear_fc2", own)
+            added = linear(activated(gate, layer.mlp) * up, layer, "mlp.linear_fc2", own)
         x = x + normed(added, held.get("mlp_bda.weight"), config)
+        if (scale := held.get("mlp_bda.scale")) is not None:
+            x = x * scale
     return normed(x, weights.norm, config)
+
+
+def logits_of(weights: Weights, states: Tensor) -> Tensor:
+    """Return the logits of normalized hidden states [N, E] in float32, [N, vocabulary]."""
+    logits, cap = F.linear(states, weights.head).float(), weights.config.logit_cap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def released(weights: Weights) -> Weights:

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from actors.tiny_engine.engine.requests import Request, Sampling
 from actors.tiny_engine.model import sampling
 from actors.tiny_engine.model.adapters import Adapter, rows_of
 from actors.tiny_engine.model.caches import NEVER, Border, Caches, Decode, Prefill
-from actors.tiny_engine.model.forward import Weights, hidden_states
+from actors.tiny_engine.model.forward import Weights, hidden_states, logits_of
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
 _TOKEN, _POSITION, _SEED, _TOP_K = range(4)
@@ -235,7 +234,7 @@ class KvSlots:
     def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""
         ints, floats = self._ints[first : len(self.requests)], self._floats[first : len(self.requests)]
-        logits = F.linear(states, self.weights.head).float()
+        logits = logits_of(self.weights, states)
         if self._num_floored:
             self._forbid_stops(logits, first)
         if self._num_tempered:
@@ -282,7 +281,7 @@ class KvSlots:
             if not _wants_scores(request):
                 continue
             start, end = request.logprob_start, len(request.prompt_ids) - 1
-            log_probs = F.linear(states[row, start:end], self.weights.head).float().log_softmax(-1)
+            log_probs = logits_of(self.weights, states[row, start:end]).log_softmax(-1)
             following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
             request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
             if request.num_top and len(following):

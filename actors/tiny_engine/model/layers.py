@@ -213,6 +213,8 @@ def _projected(
     """Return queries, keys and values [N, H + 2K, D], and the gates of outputs [N, H * D] if there are any."""
     heads = attention.heads
     qkv = linear(x, layer, "self_attention.linear_qkv", adapters).unflatten(-1, (-1, attention.head_dim))
+    if attention.has_one_projection:
+        qkv = torch.cat((qkv, qkv[..., heads:, :]), -2)
     if not attention.has_gate:
         return qkv, None
     queries, gates = qkv[..., : 2 * heads, :].unflatten(-2, (heads, 2)).unbind(-2)
@@ -232,6 +234,9 @@ def _rotated(
         parts = rotated.split((heads, kv_heads), dim=-2)
         both = (normed(part.flatten(-2), own, config) for part, own in zip(parts, norms, strict=True))
         normal = torch.cat([part.unflatten(-1, (-1, size)) for part in both], dim=-2)
+    if attention.has_value_norms:
+        values = qkv[..., heads + kv_heads :, :]
+        values.copy_(F.rms_norm(values, (size,), None, config.rms_norm_eps))
     growth = None
     if (rope := rotary(attention)) is not None:
         cos, sin, growth = waves[rope]

@@ -48,6 +48,7 @@ def log_probs_and_entropy(
     targets_M: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    cap: float | None = None,
     group: Any = None,
     into_VH: Tensor | None = None,
     kept: KeptTokens | None = None,
@@ -63,6 +64,8 @@ def log_probs_and_entropy(
         weight_VH: [V, H], this rank's slice of the output weight.
         targets_M: [M], int64, token ids in the whole vocabulary.
         temperature: Sampling temperature; the logits are divided by it. [M], float32: one for each position.
+        cap: Largest size of the products of hidden states and weights: they become `cap * tanh(product / cap)` before
+            the temperature divides them. None: they stay.
         group: Torch process group that shares the vocabulary, in vocabulary order. None: this rank has all of it.
         into_VH: [V, H], float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised
             gradient for the weight, or none.
@@ -83,7 +86,7 @@ def log_probs_and_entropy(
         the entropy stays that of the whole vocabulary, too.
     """
     keeps = torch.is_grad_enabled()
-    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, kept, keeps, topk_MK
+    given = hidden_MH, weight_VH, targets_M, temperature, cap, group, into_VH, kept, keeps, topk_MK
     log_probs, entropy, topk = _LogProbsAndEntropy.apply(*given)  # pyright: ignore
     return (log_probs, entropy) if topk is None else (log_probs, entropy, topk)
 
@@ -126,6 +129,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         weight_VH: Tensor,
         targets_M: Tensor,
         temperature: float | Tensor,
+        cap: float | None,
         group: Any,
         into_VH: Tensor | None,
         kept: KeptTokens | None,
@@ -141,7 +145,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chosen_topk = None if topk_MK is None else hidden_MH.new_empty(topk_MK.shape, dtype=torch.float32)
         ctx.kept, room = {}, KEPT_ELEMENTS[hidden_MH.device.type] if keeps else 0
         for rows in _chunks(hidden_MH, weight_VH):
-            logits = _logits(hidden_MH[rows], weight_VH, _of_rows(temperature, rows))
+            logits = _logits(hidden_MH[rows], weight_VH, _of_rows(temperature, rows), cap)
             _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
             if kept_rows is not None:
                 _measure_kept(logits, kept_rows.of(rows), highest_kept[rows], sum_kept[rows])
@@ -164,7 +168,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             of_kept = whole.chosen - highest_kept - log_sum_kept  # the difference first: both may be far below 0
             log_probs = torch.where(kept_rows.is_whole_M, log_probs, of_kept)
         ctx.save_for_backward(hidden_MH, weight_VH, own_M, own.highest, lower - log_sum, mean - lower)
-        ctx.temperature, ctx.group, ctx.into_VH = temperature, group, into_VH
+        ctx.temperature, ctx.cap, ctx.group, ctx.into_VH = temperature, cap, group, into_VH
         ctx.kept_rows, ctx.log_scale_kept, ctx.own_topk = kept_rows, log_scale_kept, own_topk
         ctx.set_materialize_grads(False)
         return log_probs, log_sum - mean, topk
@@ -172,7 +176,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_topk: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None, None]:
         hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_scale)
@@ -182,8 +186,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             of_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
         for rows in _chunks(hidden_MH, weight_VH):
             logits = ctx.kept.pop(rows.start, None)
+            own_temperature = _of_rows(ctx.temperature, rows)
             if logits is None:
-                logits = _logits(hidden_MH[rows], weight_VH, _of_rows(ctx.temperature, rows)).sub_(highest[rows, None])
+                logits = _logits(hidden_MH[rows], weight_VH, own_temperature, ctx.cap).sub_(highest[rows, None])
+            slope = None if ctx.cap is None else _slope(logits, highest[rows], own_temperature, ctx.cap)
             own_grad, kept = grad_log_probs[rows], None
             if ctx.kept_rows is not None:
                 kept = _kept_gradient(logits, ctx.kept_rows.of(rows), ctx.log_scale_kept[rows], own_grad)
@@ -200,7 +206,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if grad_topk is not None:
                 local, inside = _local(ctx.own_topk[rows], logits.size(1))
                 gradient.scatter_add_(1, local, grad_topk[rows] * inside)
-            gradient = _tempered(gradient, _of_rows(ctx.temperature, rows)).to(hidden_MH.dtype)
+            gradient = _tempered(gradient, own_temperature)
+            gradient = (gradient if slope is None else gradient.mul_(slope)).to(hidden_MH.dtype)
             of_hidden[rows] = torch.mm(gradient, weight_VH)  # without out=, which actors.bfloat16 does not replace
             if of_weight is None:
                 continue
@@ -211,7 +218,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1] and of_weight is not None:
             is_added = ctx.into_VH is not None
             returned = torch.empty_like(weight_VH) if is_added else of_weight.to(weight_VH.dtype)
-        return of_hidden, returned, None, None, None, None, None, None, None
+        return of_hidden, returned, None, None, None, None, None, None, None, None
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
@@ -248,8 +255,15 @@ def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
-def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float | Tensor) -> Tensor:
-    return _tempered(torch.mm(hidden_MH, weight_VH.t()).float(), temperature)
+def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float | Tensor, cap: float | None) -> Tensor:
+    logits = torch.mm(hidden_MH, weight_VH.t()).float()
+    return _tempered(logits if cap is None else logits.div_(cap).tanh_().mul_(cap), temperature)
+
+
+def _slope(logits_MV: Tensor, highest: Tensor, temperature: float | Tensor, cap: float) -> Tensor:
+    """Return the derivatives of capped logits, given logits minus the maximum of each position: 1 - (logit / cap)^2."""
+    capped = (logits_MV + highest[:, None]).mul_(temperature).div_(cap)
+    return capped.square_().neg_().add_(1.0)
 
 
 def _tempered(values_MV: Tensor, temperature: float | Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,21 +18,21 @@ from actors.trainer.megatron.imports import (
     Float16Module,
     IdentityOp,
     ModuleSpec,
-    MoELayer,
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
     get_transformer_layer_offset,
     parallel_state,
 )
-from actors.trainer.megatron.layers.attention import CoreAttention, HeadAttention, JointNorm, MlaAttention, Rotary
+from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
 from actors.trainer.megatron.layers.delta_net import GatedAttention, GatedDeltaNet
-from actors.trainer.megatron.layers.experts import GroupedExperts
+from actors.trainer.megatron.layers.experts import GroupedExperts, NormedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
-from actors.trainer.megatron.layers.router import Router
+from actors.trainer.megatron.layers.heads import HeadAttention, JointNorm, Rotary
+from actors.trainer.megatron.layers.router import Router, ScaledRouter
 from actors.trainer.megatron.layers.sparse import SparseAttention
 from actors.trainer.models.config import HfConfig
-from runtime.models.blocks import Attention, DeltaNet, Norms
+from runtime.models.blocks import Attention, DeltaNet, Experts, Layer
 from runtime.models.rope import Rope
 from runtime.settings.tables.trainer import TrainerConfig
 
@@ -61,13 +62,18 @@ class MlaNorm(RmsNorm):
 class AddNormed(RmsNorm):
     """RMSNorm of what a module adds to the residual, in the place of Megatron's bias, dropout and add."""
 
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, has_scale: bool) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False) if has_scale else None  # of the sum
+
     def forward(self, *_options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Megatron calls it so
         """Return the function that adds an output, normalized, to the residual."""
         return self._added
 
     def _added(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, _dropout: float) -> Tensor:
         output, bias = output_and_bias
-        return residual + super().forward(output if bias is None else output + bias)
+        added = residual + super().forward(output if bias is None else output + bias)
+        return added if self.scale is None else added * self.scale
 
 
 def build_chunks(model: HfConfig, config: Any) -> list[Any]:
@@ -89,7 +95,7 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
     layers, ropes = _layer_spec(model, config, virtual_stage), model.ropes
-    rope = ropes[0] if ropes else Rope()
+    rope = ropes[0][0] if ropes else Rope()
     built = Model(
         config=config,
         transformer_layer_spec=layers,
@@ -108,6 +114,8 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     if model.has_value_head and built.post_process:
         built.output_layer = ValueHead(config, bias=model.has_value_bias)
     built.shares_choices = model.has_indexers
+    if built.post_process:
+        built.output_layer.cap = model.logit_cap
     if model.mla is None:
         _set_frequencies(built.rotary_pos_emb, ropes)
     if built.pre_process:
@@ -125,15 +133,20 @@ def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in built.named_buffers() if name.endswith("router.expert_bias")]
 
 
-def _set_frequencies(embedding: Any, ropes: Sequence[Rope]) -> None:
+def _set_frequencies(embedding: Any, ropes: Sequence[tuple[Rope, int]]) -> None:
     """Set scaled frequencies, or several sets of them. Megatron's own options fix some of their parameters."""
-    exponents = torch.arange(len(embedding.inv_freq), dtype=torch.float32) / len(embedding.inv_freq)
-    frequencies = [torch.tensor(rope.stretched((1.0 / rope.theta**exponents).tolist())) for rope in ropes]
+    frequencies = [_frequencies(rope, int(size * rope.share) // 2) for rope, size in ropes]
     if len(ropes) > 1:
         embedding.__class__ = Rotary
-        embedding.inv_freq = torch.stack(frequencies).to(embedding.inv_freq.device)
-    elif ropes and ropes[0].is_stretched:
+        embedding.sets = [own.to(embedding.inv_freq.device) for own in frequencies]
+    elif ropes and ropes[0][0].is_stretched:
         embedding.inv_freq = frequencies[0].to(embedding.inv_freq.device)
+
+
+def _frequencies(rope: Rope, number: int) -> Tensor:
+    """Return the frequencies of the rotated planes of a head."""
+    exponents = torch.arange(number, dtype=torch.float32) / number
+    return torch.tensor(rope.stretched((1.0 / rope.theta**exponents).tolist()))
 
 
 def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
@@ -146,7 +159,7 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     for index, (spec, of_model) in enumerate(zip(block.layer_specs, model.layers[first:], strict=False), first):
         layer = spec.submodules
         attention = layer.self_attention.submodules
-        _set_norms(layer, of_model.norms, config)
+        _set_norms(layer, of_model, config)
         if isinstance(of_model.attention, DeltaNet):
             layer.self_attention = ModuleSpec(GatedDeltaNet, params={"block": of_model.attention})
         elif isinstance(of_model.attention, Attention) and of_model.attention.has_gate:
@@ -156,12 +169,14 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
             layer.self_attention.params |= {"block": of_model.attention, "source": source}
             values = {"source": source}
         attention.core_attention = ModuleSpec(CoreAttention, params=values)
-        if isinstance(of_model.attention, Attention) and (of_model.attention.rope,) != model.ropes:
+        if isinstance(of_model.attention, Attention) and _is_special(of_model.attention, model):
             layer.self_attention.module = HeadAttention
-            layer.self_attention.params |= {"rope": _place(of_model.attention.rope, model.ropes)}
-        if layer.mlp.module is MoELayer:
-            layer.mlp.submodules.router = Router
-            layer.mlp.submodules.experts.module = GroupedExperts
+            layer.self_attention.params |= {
+                "block": of_model.attention,
+                "rope": _place(of_model.attention, model.ropes),
+            }
+        if isinstance(of_model.mlp, Experts):
+            _set_experts(layer, of_model.mlp)
         if config.multi_latent_attention:
             layer.self_attention.module = MlaAttention if source is None else SparseAttention
             attention.q_layernorm = attention.kv_layernorm = MlaNorm
@@ -175,20 +190,36 @@ def _layer_spec(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     return block
 
 
-def _place(rope: Rope | None, ropes: Sequence[Rope]) -> int | None:
+def _is_special(attention: Attention, model: HfConfig) -> bool:
+    """Whether a layer's attention differs from that of other layers, or has what Megatron's has not."""
+    has_other_rope = ((attention.rope, attention.head_dim),) != model.ropes
+    return has_other_rope or not model.has_equal_heads or attention.has_value_norms or attention.has_one_projection
+
+
+def _place(attention: Attention, ropes: Sequence[tuple[Rope, int]]) -> int | None:
     """Return the place of a layer's rotary embedding among those of all layers. None: the layer has none."""
-    return None if rope is None else ropes.index(rope)
+    return None if attention.rope is None else ropes.index((attention.rope, attention.head_dim))
 
 
-def _set_norms(layer: Any, norms: Norms, config: Any) -> None:
+def _set_experts(layer: Any, block: Experts) -> None:
+    """Set router and experts of a layer's spec."""
+    parts = layer.mlp.submodules
+    parts.router = ScaledRouter if block.has_norms else Router
+    parts.experts.module = GroupedExperts
+    if block.has_norms:  # of a ModuleSpec with another class than its own, Megatron warns
+        layer.mlp = SimpleNamespace(module=NormedExperts, submodules=parts, params={"norm": RmsNorm})
+
+
+def _set_norms(layer: Any, of_model: Layer, config: Any) -> None:
     """Set the norms around the attention and the MLP of a layer's spec."""
+    norms = of_model.norms
     layer.input_layernorm = RmsNorm if norms.before_attention else IdentityOp
     layer.pre_mlp_layernorm = RmsNorm if norms.before_mlp else IdentityOp
     options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
     if norms.after_attention:
-        layer.self_attn_bda = ModuleSpec(module=AddNormed, params=options)
+        layer.self_attn_bda = ModuleSpec(module=AddNormed, params={**options, "has_scale": False})
     if norms.after_mlp:
-        layer.mlp_bda = ModuleSpec(module=AddNormed, params=options)
+        layer.mlp_bda = ModuleSpec(module=AddNormed, params={**options, "has_scale": of_model.has_scale})
 
 
 def _core_values(attention: Attention) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bf16=dtype is torch.bfloat16,
         **_named(layout),
         **_linear(model),
+        hetereogenous_dist_checkpoint=not model.has_equal_heads,  # a checkpoint has the tensors of each layer apart
         **_experts(model),
         **_activation(model),
         **(_mla(attention) if isinstance(attention, Mla) else _heads(attention)),

@@ -7,11 +7,8 @@ import msgspec
 
 from runtime.models import blocks
 from runtime.models.family import Composite, Family
-from runtime.models.readers import DecoderKeys, LayeredRopeKeys
-from runtime.models.readers import MlpKeys as Mlps
+from runtime.models.readers import DecoderKeys, GegluKeys, LayeredRopeKeys
 from runtime.models.rope import Rope
-
-GEGLU = "gelu_pytorch_tanh"
 
 
 class ModelKeys(DecoderKeys, frozen=True, kw_only=True):
@@ -58,31 +55,13 @@ class AttentionKeys(LayeredRopeKeys, frozen=True, kw_only=True):
                 yield f"{key} {getattr(self, key)} is not positive"
 
 
-class MlpKeys(Mlps, frozen=True, kw_only=True):
-    """Keys of the MLPs. The class does not read hidden_act."""
-
-    activations: ClassVar[tuple[str, ...]] = ("silu", GEGLU)
-    hidden_activation: str = GEGLU
-
-    def block(self, index: int) -> blocks.Mlp:
-        """Return the block of a layer."""
-        del index
-        return blocks.Mlp(size=self.intermediate_size, activation="gelu_tanh")
-
-    def problems(self) -> Iterator[str]:
-        """Yield each value that is not supported."""
-        yield from super().problems()
-        if self.hidden_activation != GEGLU:
-            yield f"hidden_activation {self.hidden_activation!r} is not supported; supported: {GEGLU!r}"
-
-
 FAMILY = Family(
     model_type="gemma3_text",
     title="Gemma 3",
     architecture="Gemma3ForCausalLM",
     decoder=ModelKeys,
     attention=AttentionKeys,
-    mlp=MlpKeys,
+    mlp=GegluKeys,
     norms=blocks.Norms(
         after_attention="post_attention_layernorm",
         before_mlp="pre_feedforward_layernorm",

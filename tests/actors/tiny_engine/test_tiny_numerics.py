@@ -11,9 +11,9 @@ from actors.tiny_engine.engine.scheduler import Scheduler
 from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
 from runtime.models.config import ModelError, not_in_tiny_engine, read_model, read_tiny_engine_model
-from runtime.models.family import families
 from tests.actors.trainer.hf import write_model as write_family
 from tests.actors.trainer.hf import write_mtp_model
+from tests.actors.trainer.tiny import kinds
 from tests.support.tiny_models import (
     LLAMA,
     LLAMA3_ROPE,
@@ -61,7 +61,7 @@ def test_log_probs_equal_a_teacher_forced_forward(name: str, tmp_path: Path) -> 
     assert_all_teacher_forced(tmp_path, scheduler, requests)
 
 
-@pytest.mark.parametrize("kind", families())
+@pytest.mark.parametrize("kind", kinds())
 def test_each_family_equals_transformers(kind: str, tmp_path: Path) -> None:
     """Every parameter has noise. The last two requests have one prompt, computed once. Or the engine refuses it."""
     with torch.inference_mode(mode=False):

@@ -15,12 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from actors.trainer.models.config import HfConfig
 from actors.trainer.weights.gathering import own_parts, whole_tensors
 from runtime.models.safetensors import SINGLE_FILE
-from tests.actors.trainer.tiny import OF_KIND, TINY
+from tests.actors.trainer.tiny import OF_KIND, TINY, type_of
+
+BUFFERS = ("e_score_correction_bias", "layer_scalar")  # endings of names of those in checkpoints
 
 
 def classes_of(kind: str) -> tuple[Any, Any]:
-    """The classes of transformers of a model type: its configuration and its causal model."""
-    config: Any = CONFIG_MAPPING[kind]
+    """The classes of transformers of a tiny model: its configuration and its causal model."""
+    config: Any = CONFIG_MAPPING[type_of(kind)]
     return config, MODEL_FOR_CAUSAL_LM_MAPPING[config]
 
 
@@ -37,6 +39,8 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for own, other in zip(holder.parameters(), model.parameters(), strict=True):
             own.copy_(torch.zeros_like(other) if other.grad is None else other.grad)
+        for buffer in holder.buffers():
+            buffer.zero_()
     return state_of(holder)
 
 
@@ -54,7 +58,7 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
     torch.manual_seed(7)
     model = model_type(config).float().eval()
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith(BUFFERS)]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter) * noise)
         for name, parameter in model.named_parameters():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from actors.trainer.data.batch import TrainBatch
+from runtime.models.family import families
 
 VOCAB = 32
 TINY = {
@@ -78,6 +79,19 @@ OF_KIND["gemma3_text"] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
     },
 }
+SIZED: dict[str, Any] = {
+    **{"head_dim": 6, "global_head_dim": 12, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+    **{"sliding_window": 5, "rms_norm_eps": 1e-3, "layer_types": ["sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0, "initializer_range": 0.3},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    },
+}
+OF_KIND["gemma4_text"] = {
+    **{**SIZED, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
+OF_KIND["gemma4_text, dense"] = SIZED
 OF_KIND |= {
     "smollm3": {
         **{"head_dim": None, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5, **ROPE},
@@ -159,9 +173,19 @@ YARN: dict[str, Any] = {
 OF_KIND["deepseek_v32"] = {**LATENTS, **SIGMOIDS, **INDEXERS, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}
 
 
+def kinds() -> list[str]:
+    """Tiny models of all families: the model types, and further forms of some, behind a comma."""
+    return [*families(), *(kind for kind in OF_KIND if type_of(kind) in families() and "," in kind)]
+
+
+def type_of(kind: str) -> str:
+    """The model type of a tiny model."""
+    return kind.partition(",")[0]
+
+
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     """A tiny model's config.json."""
-    return TINY | {"model_type": kind} | OF_KIND.get(kind, {}) | changes
+    return TINY | {"model_type": type_of(kind)} | OF_KIND.get(kind, {}) | changes
 
 
 REWARD_KEYS = ("right", "short")  # names of the rewards of a random batch

@@ -15,8 +15,6 @@ from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import (
     MLASelfAttention,
-    RotaryEmbedding,
-    SelfAttention,
     make_sharded_tensors_for_checkpoint,
     parallel_state,
     set_tensor_model_parallel_attributes,
@@ -227,10 +225,10 @@ class CoreAttention(nn.Module):
     ) -> Any:
         """Describe the tensors of a checkpoint: tensor-parallel ranks have the sinks of their heads."""
         del metadata
-        return _by_head(self, "sinks", prefix, sharded_offsets)
+        return by_head(self, "sinks", prefix, sharded_offsets)
 
 
-def _by_head(module: nn.Module, name: str, prefix: str, sharded_offsets: Any) -> Any:
+def by_head(module: nn.Module, name: str, prefix: str, sharded_offsets: Any) -> Any:
     """Describe a module's parameter for a checkpoint, of which tensor-parallel ranks have the part of their heads."""
     return make_sharded_tensors_for_checkpoint(
         module.state_dict(keep_vars=True),
@@ -373,80 +371,6 @@ def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor
     both = _StackRanks.apply(torch.cat([key, value], dim=-1), group)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]
-
-
-class Rotary(RotaryEmbedding):
-    """Megatron's rotary embedding with several sets of frequencies, [sets, d / 2], for layers that differ in it."""
-
-    inv_freq: Tensor
-
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return the angles of all positions, [s, sets, 1, d]. A layer selects one of the sets."""
-        self.inv_freq = self.inv_freq.to(torch.cuda.current_device())
-        places = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=self.inv_freq.device)
-        angles = places[:, None, None] * self.inv_freq
-        both = angles.repeat_interleave(2, -1) if self.rotary_interleaved else torch.cat([angles, angles], dim=-1)
-        return both[:, :, None]
-
-
-class HeadAttention(SelfAttention):
-    """Megatron's attention in a layer whose rotary embedding is one of several, or that has none."""
-
-    def __init__(self, *args: Any, rope: int | None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._rope = rope  # its place among the sets of `Rotary`; None: no rotary embedding
-
-    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Return what the layer adds to the residual, without a bias, and the bias."""
-        angles = None if self._rope is None else rotary_pos_emb[:, self._rope : self._rope + 1]
-        return super().forward(hidden_states, rotary_pos_emb=angles, **options)
-
-
-class _Summed(torch.autograd.Function):
-    """Sum over the ranks of a group, forward and backward: each rank's result depends on what all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        whole = gradient.clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
-
-
-class JointNorm(nn.Module):
-    """RMSNorm of the queries or keys of all heads, of which a tensor-parallel rank has some and their weights."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float, *, heads: int) -> None:
-        super().__init__()
-        self._group = parallel_state.get_tensor_model_parallel_group()
-        self._size, self._eps = heads * hidden_size, eps
-        device = torch.cuda.current_device()
-        size = self._size // self._group.size()
-        self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Normalize [..., heads of this rank, d]."""
-        values = heads.flatten(-2)
-        if self._group.size() == 1:
-            return F.rms_norm(values, self.weight.shape, self.weight, self._eps).view_as(heads)
-        wide = values.float()
-        squares: Any = _Summed.apply(wide.square().sum(-1, keepdim=True), self._group)
-        normal = wide * (squares / self._size + self._eps).rsqrt()
-        return (normal * self.weight).to(heads.dtype).view_as(heads)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        """Describe the tensors of a checkpoint: tensor-parallel ranks have the weights of their heads."""
-        del metadata
-        return _by_head(self, "weight", prefix, sharded_offsets)
 
 
 class _Down(nn.Module):

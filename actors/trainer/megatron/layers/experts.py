@@ -1,12 +1,14 @@
 """Grouped GEMM for a rank's experts: Megatron's local experts, computed by torch's grouped_mm."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from actors.trainer.megatron.imports import SequentialMLP, weighted_bias_swiglu_impl
+from actors.trainer.megatron.imports import MoELayer, SequentialMLP, weighted_bias_swiglu_impl
 
 # in torch 2.10 and later: forward and backward passes in bfloat16, float16 and float32
 GROUPED: Final[Callable[..., Tensor] | None] = getattr(torch.nn.functional, "grouped_mm", None)
@@ -49,6 +51,8 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **options)
         first, second = (getattr(self.local_experts[0], name).weight for name in LAYERS)
         self.one_by_one = why_one_by_one(first.device, first.dtype, *first.shape, *second.shape)  # None: grouped
+        if self.config.activation_func is not F.silu:
+            self.one_by_one = "experts whose units are not SwiGLU are not grouped"
         for expert in self.local_experts if self.config.add_bias_linear else ():
             self.one_by_one = "experts with biases are not grouped"
             expert.linear_fc2.bias.sequence_parallel = False  # Megatron would sum those of different experts
@@ -71,6 +75,30 @@ class GroupedExperts(SequentialMLP):
         first, second = ([getattr(expert, name).weight for expert in self.local_experts] for name in LAYERS)
         between = weighted_bias_swiglu_impl(grouped_linear(hidden, ends, first), None, probs[:, None], False)
         return grouped_linear(between, ends, second), None
+
+
+class NormedExperts(MoELayer):
+    """Megatron's experts and shared expert, which read the residual itself through norms of their own.
+
+    What each of them adds is normalized, too.
+    """
+
+    def __init__(self, config: Any, *args: Any, norm: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        make = partial(norm, config, config.hidden_size, config.layernorm_epsilon)
+        self.before_shared, self.after_shared = make(), make()
+        self.before_experts, self.after_experts = make(), make()
+
+    def forward(
+        self, hidden: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return what both add to the residual [s, b, h], and no bias."""
+        del intermediate_tensors, padding_mask  # of graphs on GPUs, and of Megatron's router losses
+        shared = self.after_shared(self.shared_experts_compute(self.before_shared(hidden)))
+        probs, routing_map = self.route(hidden)
+        inner, probs = self.preprocess(self.before_experts(hidden), probs, routing_map)
+        output, _ = self.routed_experts_compute(*self.dispatch(inner, probs))
+        return shared + self.after_experts(self.postprocess(self.combine(output), None)), None
 
 
 def _copied(_module: Any, _inputs: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

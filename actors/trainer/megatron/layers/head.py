@@ -43,7 +43,9 @@ class HeadRequest:
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's vocabulary-parallel output layer. Without a request it behaves as Megatron's."""
+    """Megatron's vocabulary-parallel output layer. Without a request it returns logits, as Megatron's does."""
+
+    cap: float | None = None  # see `log_probs_and_entropy`
 
     def forward(
         self,
@@ -61,7 +63,8 @@ class Head(ColumnParallelLinear):
             request: Requested positions. None: logits of all positions.
         """
         if request is None:
-            return super().forward(input_, weight, runtime_gather_output)
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            return (logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)), bias
         if self.sequence_parallel:  # the incoming gradient is complete, so the backward pass only slices it
             input_ = gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=False, group=self.tp_group
@@ -72,6 +75,7 @@ class Head(ColumnParallelLinear):
             weight,
             request.targets_M,
             temperature=request.temperature,
+            cap=self.cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             into_VH=into,
             kept=request.kept,

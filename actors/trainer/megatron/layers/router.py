@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from actors.trainer.data.batch import MicroBatch
 from actors.trainer.megatron.columns import on_device
@@ -144,6 +145,29 @@ class Router(TopKRouter):
         if self.enable_expert_bias:
             counts: Any = self.local_tokens_per_expert
             counts.data = counts.data.float()
+
+
+class ScaledRouter(Router):
+    """Router that normalizes and scales what it reads, and has a factor of each expert's weight."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        device = torch.cuda.current_device()
+        for name, size in (("scale", config.hidden_size), ("expert_scales", config.num_moe_experts)):
+            parameter = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(self, name, parameter)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits of the experts."""
+        size = input.size(-1)
+        normal = F.rms_norm(input, (size,), None, self.config.layernorm_epsilon)
+        return super().gating(normal * self.scale * size**-0.5)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Route like Megatron's router, and multiply the weights of chosen experts by their factors."""
+        weights, chosen = super().routing(logits, padding_mask)
+        return weights * self.expert_scales.to(weights.dtype), chosen
 
 
 def is_known(given: Tensor, num_experts: int) -> Tensor:

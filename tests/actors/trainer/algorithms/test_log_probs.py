@@ -78,6 +78,28 @@ def test_each_position_may_have_a_temperature_of_its_own(
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_capped_logits_are_those_of_tanh(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]) -> None:
+    """Values and gradients, each position at a temperature of its own, with log-probs of further tokens."""
+    for name, value in sizes.items():
+        monkeypatch.setattr(log_probs, name, value)
+    cap, temperatures, mix = 2.5, torch.tensor([0.5, 2.0, 0.7, 1.0, 1.3]), torch.arange(1.0, 6.0)
+    further = torch.tensor([[0, 1], [2, 10], [4, 5], [9, 3], [0, 3]])
+    given, exact = example(), [tensor.detach().double().requires_grad_() for tensor in example()]
+    result = log_probs_and_entropy(*given, TARGETS, temperature=temperatures, cap=cap, topk_MK=further)
+    capped = cap * torch.tanh(exact[0] @ exact[1].T / cap) / temperatures[:, None].double()
+    whole = capped.log_softmax(-1)
+    expected = whole[torch.arange(5), TARGETS], -(whole.exp() * whole).sum(-1), whole.gather(1, further)
+    for value, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5)
+    weights = [mix, 0.3 * mix.flip(0), further.float()]
+    sum((value * own).sum() for value, own in zip(result, weights, strict=True)).backward()
+    sum((value * own).sum() for value, own in zip(expected, weights, strict=True)).backward()
+    for one, other in zip(given, exact, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_no_position_at_all_gives_a_zero_gradient() -> None:
     hidden, weight = example()
     values, entropy = log_probs_and_entropy(hidden[:0], weight, TARGETS[:0])

@@ -22,7 +22,7 @@ from runtime.models.config import ModelError, read_model, read_tiny_engine_model
 from runtime.models.family import families
 from runtime.models.safetensors import SINGLE_FILE, read_tensors
 from tests.actors.tiny_engine.test_tiny_numerics import ATOL, request_of, run_out, scheduler_of
-from tests.actors.trainer.hf import whole_weights
+from tests.actors.trainer.hf import BUFFERS, whole_weights
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import VOCAB, config_of
 
@@ -47,6 +47,7 @@ class Published(NamedTuple):
     vision: dict[str, Any]
     of_text: dict[str, Any]  # published keys of the text beside those of the tiny configuration
     left_out: tuple[str, ...] = ()  # keys of it that published files lack
+    prefix: str = ""  # of all its tensors
 
 
 SIGLIP = {
@@ -65,6 +66,22 @@ PUBLISHED = {
         SIGLIP | {"model_type": "siglip_vision_model"},
         {},
         ("tie_word_embeddings",),
+    ),
+    "gemma4": Published(
+        "gemma4",
+        "gemma4_text",
+        {
+            **{"image_token_id": 30, "video_token_id": 29, "audio_token_id": 28, "boi_token_id": 27},
+            **{"eoi_token_id": 26, "boa_token_id": 25, "eoa_token_index": 24, "vision_soft_tokens_per_image": 4},
+        },
+        {
+            **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 4, "patch_size": 2, "position_embedding_size": 4},
+            **{"model_type": "gemma4_vision", "pooling_kernel_size": 1},
+        },
+        {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 32, "num_kv_shared_layers": 0},
+        ("tie_word_embeddings",),
+        "model.",
     ),
     "mistral3": Published(
         "mistral3",
@@ -142,11 +159,12 @@ def written_as(published: Published, directory: Path) -> tuple[Any, dict[str, Te
     torch.manual_seed(4)
     model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        scales = [buffer for name, buffer in model.named_buffers() if name.endswith(BUFFERS)]
+        for parameter in (*model.parameters(), *scales):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
     tensors = {  # of Kimi's, transformers writes the layers of the text as those of the tower, and a norm with a prefix
-        re.sub("^language_model.model.blocks", "language_model.model.layers", name.removeprefix("model.")): tensor
+        re.sub("^language_model.model.blocks", "language_model.model.layers", renamed(name, published)): tensor
         for name, tensor in load_file(directory / SINGLE_FILE).items()
     }
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
@@ -154,7 +172,13 @@ def written_as(published: Published, directory: Path) -> tuple[Any, dict[str, Te
     by_hand["text_config"] = text | published.of_text | {"model_type": published.text, "dtype": "float32"}
     by_hand["vision_config"] = published.vision
     (directory / "config.json").write_text(json.dumps(by_hand))
-    return model, {name: each for name, each in tensors.items() if not name.startswith("language_model.")}
+    of_text = f"{published.prefix}language_model."
+    return model, {name: each for name, each in tensors.items() if not name.startswith(of_text)}
+
+
+def renamed(name: str, published: Published) -> str:
+    """The name of a tensor in published files, given the one that transformers writes."""
+    return name if published.prefix else name.removeprefix("model.")
 
 
 def is_declared(name: str) -> bool:
@@ -237,9 +261,9 @@ def test_a_value_that_is_not_supported_is_named(name: str, tmp_path: Path) -> No
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gemma4"])
 def test_the_tiny_engine_serves_its_text_and_takes_its_export(kind: str, tmp_path: Path) -> None:
-    reference, _ = written(tmp_path, kind)
+    reference, _ = written_as(PUBLISHED[kind], tmp_path) if kind in PUBLISHED else written(tmp_path, kind)
     exported = whole_weights([load(tmp_path)[0]], read_hf_config(tmp_path))
     scheduler, request = scheduler_of(tmp_path), request_of("a", [5, 6, 7], limit=6)
     for tensor in scheduler.slots.weights.named.values():

@@ -25,12 +25,11 @@ from actors.trainer.models.shapes import frozen_names, hf_shapes
 from actors.trainer.models.sharding import global_name, tensors_of
 from actors.trainer.models.shards import entry_of
 from actors.trainer.weights.gathering import stacked
-from runtime.models.family import families
 from tests.actors.trainer.hf import gradients_of, whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
-from tests.actors.trainer.tiny import OF_KIND, VOCAB, random_batch, with_prompts
+from tests.actors.trainer.tiny import OF_KIND, VOCAB, kinds, random_batch, with_prompts
 
-EVERY = pytest.mark.parametrize("kind", families())
+EVERY = pytest.mark.parametrize("kind", kinds())
 NOISE = 0.2
 CLOSE = 1e-5  # of the largest value
 

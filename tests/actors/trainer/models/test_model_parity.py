@@ -20,7 +20,7 @@ from actors.trainer.models.sharding import global_name, load_weights
 from runtime.models.config import ModelError
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import gradients_of, whole_weights, write_model
-from tests.actors.trainer.tiny import OF_KIND, TINY, VOCAB, YARN, config_of
+from tests.actors.trainer.tiny import OF_KIND, SIZED, TINY, VOCAB, YARN, config_of
 from tests.build.model import mapping_source
 from tests.support.tiny_models import LLAMA3_ROPE
 
@@ -83,6 +83,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "all layers": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
     "with sinks": ("gpt_oss", {}),
 }
+WHOLE = {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
 WITHOUT: dict[str, dict[str, Any]] = {"gpt_oss": {"sliding_window": 64}}
 
 
@@ -134,6 +135,25 @@ def test_sinks_and_clamps_change_what_is_compared(tmp_path: Path) -> None:
                 layer.self_attn.sinks.fill_(sink)
             found.append(model(tokens).logits)
     assert all(float((other - found[0]).abs().max()) > 1e-3 for other in found[1:])
+
+
+SWITCHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "cap of logits": ("gemma4_text", {"final_logit_softcapping": None}),
+    "window": ("gemma4_text", {"sliding_window": 64}),
+    "share of planes": (
+        "gemma4_text, dense",
+        {"rope_parameters": SIZED["rope_parameters"] | {"full_attention": WHOLE}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_value_of_a_tiny_configuration_changes_what_is_compared(name: str, tmp_path: Path) -> None:
+    kind, keys = SWITCHED[name]
+    tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = [write_model(tmp_path, kind, noise=0.2, **each)(tokens).logits for each in ({}, keys)]
+    assert float((found[0] - found[1]).abs().max()) > 1e-3
 
 
 def test_random_weights_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> None:
@@ -208,6 +228,19 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("deepseek_v3", rope_parameters={"rope_type": "llama3"}), "rope_type 'llama3' is not supported"),
         (config_of("glm4_moe", sliding_window=8), "sliding_window 8 is not supported"),
         (config_of("gpt_oss", attention_bias=False), "attention_bias false is not supported; supported: true"),
+        (config_of("gemma4_text", hidden_size_per_layer_input=4), "not implemented yet: embeddings of each layer"),
+        (
+            config_of("gemma4_text", hidden_size_per_layer_input=None),
+            "hidden_size_per_layer_input 256 is not supported",
+        ),
+        (config_of("gemma4_text", num_kv_shared_layers=1), "not implemented yet: layers that share keys and values"),
+        (config_of("gemma4_text", attention_bias=True), "not implemented yet: attention with biases"),
+        (config_of("gemma4_text", use_bidirectional_attention="all"), "use_bidirectional_attention 'all' is not"),
+        (config_of("gemma4_text", final_logit_softcapping=-1.0), "final_logit_softcapping -1.0 is not positive"),
+        (config_of("gemma4_text", num_global_key_value_heads=3), "num_key_value_heads of layer 1 must divide"),
+        (config_of("gemma4_text", global_head_dim=5), "head sizes of layer 1 must be positive, and head_dim even"),
+        (config_of("gemma4_text", per_layer_config={"1": {"rank": 3}}), "per_layer_config has 'rank' of layer 1"),
+        (config_of("gemma4_text", top_k_experts=5), "top_k_experts 5 is not supported; supported: 2 to num_experts, 4"),
         (config_of("gpt_oss", rope_parameters={}), "rope_parameters is missing, and so is rope_scaling"),
         (
             config_of("gpt_oss", rope_parameters=OF_KIND["gpt_oss"]["rope_parameters"] | {"truncate": None}),

@@ -22,6 +22,7 @@ from tests.build.model import mapping_source, rank_part
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
 DIMS |= {"_down_proj.weight": None, "router.weight": None, "_bda.weight": None, "gate_weight": None}
 DIMS |= {"self_attention.norm": None}
+DIMS |= dict.fromkeys(("router.scale", "expert_scales", "_bda.scale", "_shared.weight", "_experts.weight"))
 
 
 def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
