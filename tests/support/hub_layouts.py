@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+TOKENS: Final = ("_token_id", "_token_index")  # endings of keys
 VOCABULARY: Final = 288  # 256 bytes, and special tokens
 OLD: Final[dict[str, Any]] = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 OLD_TYPE: Final[dict[str, Any]] = {**OLD, "torch_dtype": "bfloat16", "vocab_size": VOCABULARY}
@@ -77,8 +78,9 @@ class Layout:
         return [self.ids(text) for text in texts] if isinstance(texts, list) else 256 + self.specials.index(texts)
 
     def with_ids(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Replace special tokens by their ids."""
-        return {key: self.ids(value) if key.endswith("_token_id") else value for key, value in values.items()}
+        """Replace special tokens by their ids, those of a text model inside too."""
+        found = {key: self.ids(value) if key.endswith(TOKENS) else value for key, value in values.items()}
+        return found | ({"text_config": self.with_ids(values["text_config"])} if "text_config" in values else {})
 
     def write(self, directory: Path, **changes: Any) -> None:
         """Write all files but the weights. A change to None leaves the key out."""
@@ -116,6 +118,10 @@ _GLM_CHAT: Final = (
     "(enable_thinking is defined and not enable_thinking) else '' }}{%- endif %}"
 )
 _DEEPSEEK: Final = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+_GEMMA4: Final = (
+    *("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_response>", "<|image>", "<|image|>", "<image|>"),
+    *("<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
+)
 _KIMI: Final = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
 
@@ -155,6 +161,55 @@ def _deepseek(config: dict[str, Any], *, unread: tuple[str, ...] = ()) -> Layout
         template_file="tokenizer_config.json",
         unread=unread,
         quantized=True,
+        shards=True,
+    )
+
+
+def _gemma4(**text: Any) -> Layout:
+    """A model of Gemma 4: the text model inside of one with an image tower. From memory, not compared with the hub."""
+    layers = ["sliding_attention", "full_attention"]
+    ends = ["<eos>", "<turn|>"]
+    return Layout(
+        {
+            **{"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "audio_config": None},
+            **{"audio_token_id": "<|audio|>", "boa_token_id": "<|audio>", "eoa_token_id": "<audio|>"},
+            **{"eoa_token_index": "<audio|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+            **{"image_token_id": "<|image|>", "video_token_id": "<|video|>", "vision_soft_tokens_per_image": 4},
+            **{"dtype": "bfloat16", "eos_token_id": ends, "initializer_range": 0.02, "tie_word_embeddings": True},
+            "text_config": {
+                **{key: value for key, value in SIZES.items() if key != "hidden_act"},
+                **{"model_type": "gemma4_text", "dtype": "bfloat16", "vocab_size": VOCABULARY, **OLD},
+                **{"attention_bias": False, "attention_k_eq_v": True, "final_logit_softcapping": 30.0},
+                **{"bos_token_id": "<bos>", "eos_token_id": "<eos>", "pad_token_id": "<pad>"},
+                **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 8},
+                **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "layer_types": layers},
+                **{"num_kv_shared_layers": 0, "tie_word_embeddings": True, "use_bidirectional_attention": "vision"},
+                **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": VOCABULARY},
+                "rope_parameters": {
+                    "full_attention": {
+                        **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                    },
+                    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+                },
+                **text,
+            },
+            "vision_config": {
+                **{"model_type": "gemma4_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "patch_size": 2},
+                **{"position_embedding_size": 4, "pooling_kernel_size": 1},
+            },
+            "transformers_version": "5.5.0.dev0",
+        },
+        {
+            **{"bos_token_id": "<bos>", "eos_token_id": [*ends, "<|tool_response>"], "pad_token_id": "<pad>"},
+            **{"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95},
+        },
+        _GEMMA4,
+        "{{- bos_token }}{%- for message in messages %}"
+        "{{- '<|turn>' + message['role'] + '\\n' + message['content'] | trim + '<turn|>\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|turn>model\\n' }}{%- endif %}",
+        "<bos><|turn>user\n1+1?<turn|>\n<|turn>model\n",
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": None},
         shards=True,
     )
 
@@ -355,6 +410,8 @@ LAYOUTS: Final[dict[str, Layout]] = {
         template_file="tokenizer_config.json",
         unread=("cache_implementation",),
     ),
+    "gemma-4-26B-A4B-it": _gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
+    "gemma-4-31B-it": _gemma4(enable_moe_block=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None),
     "MiniMax-M2": Layout(
         {
             **OLD_TYPE,

@@ -23,9 +23,8 @@ from actors.trainer.megatron.layers.sparse import Indexer
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.shapes import frozen_names
 from actors.trainer.step.train_step import TrainStep
-from runtime.models.family import families
 from tests.actors.trainer.hf import gradients_of, state_of, whole_weights, write_model
-from tests.actors.trainer.tiny import OF_KIND, VOCAB
+from tests.actors.trainer.tiny import OF_KIND, VOCAB, kinds
 from tests.build.topology import MakeTopology
 
 LR, EPS, STEPS = 1e-3, 1e-8, 3
@@ -145,7 +144,7 @@ def assert_same_choices(own: Choices, theirs: Choices) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in IN_CI else pytest.mark.nightly) for kind in families()]
+    "kind", [pytest.param(kind, marks=() if kind in IN_CI else pytest.mark.nightly) for kind in kinds()]
 )
 def test_three_steps_of_adamw_are_those_of_transformers(kind: str, make_topology: MakeTopology, tmp_path: Path) -> None:
     directory = tmp_path / "weights"

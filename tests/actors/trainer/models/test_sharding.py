@@ -14,9 +14,9 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import TensorShard, file_source, random_source
-from runtime.models.family import families
 from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.tiny import kinds
 from tests.build.model import mapping_source, rank_part
 
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
@@ -41,7 +41,7 @@ def part_of(whole: Tensor, name: str, cut: TensorShard) -> Tensor:
     return cut.of(whole)
 
 
-@pytest.mark.parametrize("kind", families())
+@pytest.mark.parametrize("kind", kinds())
 def test_the_parts_of_ranks_are_the_whole(tmp_path: Path, kind: str) -> None:
     write_model(tmp_path, kind)
     hf, source = read_hf_config(tmp_path), file_source(tmp_path)

@@ -11,9 +11,9 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
 from actors.trainer.weights import gathering
 from actors.trainer.weights.gathering import Part, buckets, own_parts, whole_entries, whole_tensors
-from runtime.models.family import families
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.test_model_parity import load
+from tests.actors.trainer.tiny import kinds
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_ranks_that_get_no_tensors_go_through_as_many_buckets() -> None:
     assert list(buckets(nothing, 20)) == [[], [], []]
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in families()), ("qwen3", True)])
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in kinds()), ("qwen3", True)])
 def test_what_is_planned_is_what_comes(tmp_path: Path, kind: str, tied: bool) -> None:
     write_model(tmp_path, kind, tied=tied)
     built, model = load(tmp_path)
