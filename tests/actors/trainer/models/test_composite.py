@@ -71,8 +71,10 @@ PUBLISHED = {
         "gemma4",
         "gemma4_text",
         {
-            **{"image_token_id": 30, "video_token_id": 29, "audio_token_id": 28, "boi_token_id": 27},
-            **{"eoi_token_id": 26, "boa_token_id": 25, "eoa_token_index": 24, "vision_soft_tokens_per_image": 4},
+            # beyond the vocabulary: transformers reads padding in their place, and engines may sample any token
+            **{"image_token_id": VOCAB, "video_token_id": VOCAB + 1, "audio_token_id": VOCAB + 2},
+            **{"boi_token_id": 27, "eoi_token_id": 26, "boa_token_id": 25, "eoa_token_index": 24},
+            "vision_soft_tokens_per_image": 4,
         },
         {
             **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -261,7 +263,7 @@ def test_a_value_that_is_not_supported_is_named(name: str, tmp_path: Path) -> No
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma4"])
+@pytest.mark.parametrize("kind", [*KINDS, *filter(is_declared, ["gemma4"])])
 def test_the_tiny_engine_serves_its_text_and_takes_its_export(kind: str, tmp_path: Path) -> None:
     reference, _ = written_as(PUBLISHED[kind], tmp_path) if kind in PUBLISHED else written(tmp_path, kind)
     exported = whole_weights([load(tmp_path)[0]], read_hf_config(tmp_path))
