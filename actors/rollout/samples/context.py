@@ -13,7 +13,7 @@ from actors.rollout.samples.arguments import checked_ids, checked_integer, check
 from actors.rollout.samples.buffer import NOTHING
 from actors.rollout.samples.function_run import FunctionRun
 from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
-from messages import Int32Array, SampleStatus, SamplingParams, Score, WeightSpan
+from messages import Float32Array, Int32Array, SampleStatus, SamplingParams, Score, WeightSpan
 from runtime.data.tokens import GREEDY
 from runtime.util.rewards import reward_problem
 
@@ -22,7 +22,7 @@ MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
 
 Service = Callable[[list[int]], Awaitable[Any]]
 SET_HERE: Final = frozenset(  # attributes; another name is a user's misspelt one
-    "prompt label metadata sample_metadata text reward rewards asking is_cut_off".split()
+    "prompt label metadata sample_metadata text reward rewards turn_rewards asking is_cut_off".split()
     + "model index group_id sampling evaluation starts_again reason key".split()  # of the first conversation
 )
 
@@ -46,6 +46,7 @@ class Context:
         text: the response so far: model turns and the input between them.
         reward: set it, and no grader grades the sample.
         rewards: named rewards beside it, for `algorithm.estimator.reward_keys`.
+        turn_rewards: rewards of its turns, with `reward.per`; their sum is the reward. None: that turn has none.
     """
 
     def __init__(self, run: FunctionRun, sample: OpenSample) -> None:
@@ -57,6 +58,7 @@ class Context:
         self.text = ""
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
+        self.turn_rewards: Sequence[float | None] = ()
         self.asking = False
         self.is_cut_off = False  # the newest turn failed after its first tokens, e.g. by a timeout of the function
         self._run = run
@@ -69,7 +71,8 @@ class Context:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SET_HERE and not name.startswith("_"):
             kept = "keep values of your own in variables, or in sample_metadata"
-            raise AttributeError(f"a conversation has no {name!r} to set; allowed: reward, rewards; {kept}")
+            allowed = "reward, rewards, turn_rewards"
+            raise AttributeError(f"a conversation has no {name!r} to set; allowed: {allowed}; {kept}")
         super().__setattr__(name, value)
 
     @property
@@ -409,11 +412,13 @@ class Context:
         self._sample.own_score = self._own_score()
 
     def _own_score(self) -> Score | None:
-        if self.reward is None:
+        of_tokens = self._rewards_of_tokens() if self.turn_rewards else None
+        reward = self.reward if self.reward is not None or of_tokens is None else float(of_tokens.sum())
+        if reward is None:
             if self.rewards:
                 raise ValueError("rewards without a reward: set both")
             return None
-        values = {"reward": self.reward, **self.rewards}
+        values = {"reward": reward, **self.rewards}
         for name, value in values.items():
             checked_text(name, "the name of a reward: ")
             # numbers of NumPy and torch are not a float, but have __float__; a text has none
@@ -422,7 +427,23 @@ class Context:
                 raise ValueError(f"the reward {name!r} is {value!r:.100}, {problem}")
         named = {name: float(value) for name, value in self.rewards.items()}
         sample = self._sample
-        return Score(index=sample.index, part=sample.part, reward=float(self.reward), details=named or None)
+        score = Score(index=sample.index, part=sample.part, reward=float(reward), details=named or None)
+        return score if of_tokens is None else msgspec.structs.replace(score, token_rewards=Float32Array(of_tokens))
+
+    def _rewards_of_tokens(self) -> np.ndarray[Any, Any]:
+        """Return the rewards of the turns, each at the last token of its turn, [T] of the response."""
+        if self.part:
+            raise ValueError("turn_rewards of a conversation that was opened: set those of the first one")
+        if len(self.turn_rewards) > self._num_turns:
+            raise ValueError(f"{len(self.turn_rewards)} turn_rewards for {self._num_turns} turns")
+        found = np.zeros(self._sample.buffer.num_tokens)
+        for number, reward in enumerate(self.turn_rewards, start=1):
+            if reward is None:
+                continue
+            if (problem := reward_problem(float(reward))) is not None:
+                raise ValueError(f"the reward of turn {number} is {reward!r:.100}, {problem}")
+            found[self._end_of(number) - 1] = reward
+        return found
 
     def left_out(self) -> str | None:
         """Return what this run of the function left out of what it had done before; None: nothing."""

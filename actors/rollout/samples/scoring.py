@@ -261,8 +261,13 @@ class SampleScoring:
             return
         for sample in unscored:
             sample.score_requested = True
-            if sample.own_score is not None:
+            if sample.own_score is None:
+                continue
+            if sample.own_score.token_rewards is UNSET:
                 sample.take_score(sample.own_score, policy=self._policy, reward_keys=self._reward_keys)
+            else:
+                assert self._tasks is not None
+                self._tasks.start_soon(self._take, sample, sample.own_score)
         unscored = [sample for sample in unscored if sample.own_score is None]
         if not unscored:
             return

@@ -51,6 +51,7 @@ class CommandAgent:
         left: sessions that an earlier process of this actor left.
         limits: memory and open files of each process, unless sandbox = "none".
         max_processes: of an attempt at a time, unless sandbox = "none".
+        trains_turns: whether rewards of single turns train.
         hidden: returns the paths that an isolated program does not see.
     """
 
@@ -62,10 +63,11 @@ class CommandAgent:
         left: LeftSessions,
         limits: UserLimits,
         max_processes: int,
+        trains_turns: bool,
         hidden: Callable[[], Sequence[str]],
     ) -> None:
         self._config, self._sessions = config, sessions
-        self._programs, self._left = programs, left
+        self._programs, self._left, self._trains_turns = programs, left, trains_turns
         self._limits, self._max_processes, self._hidden = limits, max_processes, hidden
         self._num_started = 0
 
@@ -190,6 +192,8 @@ class CommandAgent:
             conversation.reward, conversation.rewards = opened.reward, opened.rewards
             if opened.turn_rewards:
                 conversation.sample_metadata["turn_rewards"] = list(opened.turn_rewards)
+                if self._trains_turns and len(conversation.all) == 1:  # else turns are in several conversations
+                    conversation.turn_rewards = opened.turn_rewards
             if opened.is_truncated:
                 conversation.end("truncated")
         elif opened.last is not None:
@@ -215,6 +219,7 @@ class AgentPrograms:
             self.left,
             limits,
             reward.max_processes,
+            reward.per != "sample",
             lambda: hidden_of(topology, needed),
         )
         self.function = KeyedFunction(KEY, agent, max_starts=config.attempts, own_s=config.episode_timeout_s)

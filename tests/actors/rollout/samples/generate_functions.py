@@ -246,3 +246,18 @@ async def plans_greedily(conversation: Conversation) -> None:
     await conversation.generate(temperature=0.0 if len(RUNS) != 2 else None)
     conversation.append_ids([60])
     await conversation.generate(temperature=0.5)
+
+
+async def rewards_its_turns(conversation: Conversation) -> None:
+    """Three turns; the second one has no reward of its own."""
+    for number in range(3):
+        if number:
+            conversation.append_ids([60])
+        await conversation.generate(stop=["."])
+    conversation.turn_rewards = [0.5, None, 0.25]
+
+
+async def rewards_more_turns_than_it_has(conversation: Conversation) -> None:
+    """One turn."""
+    await conversation.generate()
+    conversation.turn_rewards = [0.5, 0.25]

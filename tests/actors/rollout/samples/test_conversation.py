@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from messages import (
+    ColumnPublished,
     EvalCompleted,
     EvalRequested,
     GroupAborted,
@@ -132,6 +133,38 @@ async def test_a_function_gets_the_grade_of_a_draft(bus: Bus, router_url: str) -
             event = await completed(bus)
         group.cancel_scope.cancel()
     assert event.samples[0].reward == 1.25  # 1 of the grader
+
+
+async def test_a_function_rewards_its_turns_at_their_last_tokens(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine:
+        topology = with_function("rewards_its_turns", reward={"per": "turn"})
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            event = await completed(bus)
+            (sample,) = event.samples
+            column = await bus.fetch(ColumnPublished, sample.columns["token_rewards"])
+    assert (sample.status, sample.reward) == (SampleStatus.COMPLETED, 0.75)
+    assert column.values.tolist() == [0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.25]  # 4 + 1 + 4 + 1 + 4 tokens
+
+
+@pytest.mark.parametrize(
+    ("function", "per", "reason"),
+    [
+        ("rewards_more_turns_than_it_has", "turn", "2 turn_rewards for 1 turns"),
+        ("rewards_its_turns", "sample", 'rewards per token, and reward.per is "sample"'),
+    ],
+)
+async def test_rewards_of_turns_that_cannot_train_fail_their_sample_by_name(
+    function: str, per: str, reason: str, bus: Bus, router_url: str
+) -> None:
+    async with serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_function(function, reward={"per": per})):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+    assert isinstance(event, GroupFailed)
+    assert reason in event.reason
 
 
 async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_room(bus: Bus, router_url: str) -> None:

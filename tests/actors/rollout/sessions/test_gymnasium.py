@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from messages import GroupCompleted, GroupFailed, SampleStatus
+from messages import ColumnPublished, GroupCompleted, GroupFailed, SampleStatus
 from runtime.bus.bus import Bus
 from runtime.functions import isolation
 from runtime.sessions.turns import TurnAnswer, TurnRefused, TurnRequest
@@ -37,6 +37,7 @@ async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end
 ) -> None:
     command = [python, f"{COUNTING}:make"]
     topology = agent_topology(tmp_path, adapter="gymnasium", command=command, sandbox=sandbox, attempts=1)
+    topology = msgspec.structs.replace(topology, reward=msgspec.structs.replace(topology.reward, per="turn"))
     given = row(tmp_path)
     prompt = msgspec.structs.replace(given.prompt, text="", metadata={"ending": ending})
     given = msgspec.structs.replace(given, prompt=prompt)
@@ -46,6 +47,8 @@ async def test_steps_are_turns_with_their_rewards_and_none_is_made_after_the_end
     status = SampleStatus.COMPLETED if ending == "terminated" else SampleStatus.TRUNCATED
     assert (sample.status, sample.reward, sample.metadata["num_turns"]) == (status, 0.75, 2)
     assert sample.metadata["turn_rewards"] == [0.5, 0.25]
+    rewards = (await bus.fetch(ColumnPublished, sample.columns["token_rewards"])).values.tolist()
+    assert (rewards[len(FIRST) - 1], rewards[-1], sum(rewards)) == (0.5, 0.25, 0.75)
     assert engine.requests[1]["input_ids"][4 : 4 + len(FIRST)] == FIRST  # recorded ids
 
 
