@@ -242,6 +242,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     score: str  # of the router's logits: "softmax" or "sigmoid"
     has_bias: bool  # a per-expert bias that affects the choice only
     norm_topk_prob: bool  # whether the chosen experts' weights are normalized to sum 1
+    min_sum: float | None = None  # a smaller sum of them counts as this; None: the sum counts as it is
+    is_bias_row: bool = False  # the bias is a matrix of one row, in the trainer too
     routed_scaling_factor: float = 1.0
     shared_size: int = 0  # of the shared expert, which every token passes; 0: none
     has_shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
@@ -261,7 +263,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Yield the tensors."""
         yield from linear("router", self.router, self.num_experts, hidden, bias=self.clamped is not None)
         if self.has_bias:
-            yield Weight("router.expert_bias", {"gate.e_score_correction_bias": (self.num_experts,)})
+            row = (1,) if self.is_bias_row else ()
+            yield Weight("router.expert_bias", {"gate.e_score_correction_bias": (*row, self.num_experts)})
         if self.has_norms:
             yield from self._norms(hidden)
         for number in range(self.num_experts):

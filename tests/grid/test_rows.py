@@ -33,6 +33,7 @@ NIGHTLY_KINDS = (
     *(
         "deepseek_v32",
         "dots1",
+        "ernie4_5_moe",
         "exaone4",
         "gemma3_text",
         "gemma4_text, dense",

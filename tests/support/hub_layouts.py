@@ -412,6 +412,31 @@ LAYOUTS: Final[dict[str, Layout]] = {
     ),
     "gemma-4-26B-A4B-it": _gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
     "gemma-4-31B-it": _gemma4(enable_moe_block=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None),
+    "ERNIE-4.5-21B-A3B-PT": Layout(  # from memory, not compared with the hub
+        {
+            **OLD_TYPE,
+            **SIZES,
+            **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "use_bias": False},
+            **{"bos_token_id": "<s>", "eos_token_id": "</s>", "pad_token_id": "<unk>", "rms_norm_eps": 1e-05},
+            **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 2},
+            **{"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+            **{"moe_layer_start_index": 1, "moe_layer_interval": 1, "num_nextn_predict_layers": 1},
+            **{"rope_theta": 500000.0, "tie_word_embeddings": True, "transformers_version": "4.54.0"},
+        },
+        {
+            **{"bos_token_id": "<s>", "eos_token_id": "</s>", "pad_token_id": "<unk>"},
+            **{"do_sample": True, "top_p": 0.8, "temperature": 0.8, "repetition_penalty": 1.0},
+        },
+        ("<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>"),
+        "{{- '<|begin_of_sentence|>' }}{%- for message in messages %}"
+        "{%- if message['role'] == 'user' %}{{- 'User: ' + message['content'] + '\n' }}{%- endif %}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{{- 'Assistant: ' + message['content'] + '<|end_of_sentence|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}",
+        "<|begin_of_sentence|>User: 1+1?\nAssistant: ",
+        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"},
+        unread=("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers"),
+    ),
     "MiniMax-M2": Layout(
         {
             **OLD_TYPE,

@@ -115,7 +115,8 @@ def _routed(flat: Tensor, held: Mapping[str, Tensor], block: Experts, eps: float
     chosen = choice.topk(block.num_experts_per_tok, dim=-1).indices
     weights = scores.gather(1, chosen)
     if block.norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        sums = weights.sum(-1, keepdim=True)
+        weights = weights / (sums + 1e-20 if block.min_sum is None else sums.clamp(min=block.min_sum))
     if block.has_norms:
         weights = weights * held["mlp.router.expert_scales"].float()[chosen]
     return weights * block.routed_scaling_factor, chosen

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from actors.trainer.megatron.layers.experts import GroupedExperts, NormedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Embedding, Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.heads import HeadAttention, JointNorm, Rotary
-from actors.trainer.megatron.layers.router import Router, ScaledRouter
+from actors.trainer.megatron.layers.router import BiasedRouter, Router, ScaledRouter
 from actors.trainer.megatron.layers.sparse import SparseAttention
 from actors.trainer.models.config import HfConfig
 from runtime.models.blocks import Attention, DeltaNet, Experts, Layer
@@ -205,6 +206,8 @@ def _set_experts(layer: Any, block: Experts) -> None:
     """Set router and experts of a layer's spec."""
     parts = layer.mlp.submodules
     parts.router = ScaledRouter if block.has_norms else Router
+    if block.min_sum is not None:
+        parts.router = partial(BiasedRouter, min_sum=block.min_sum)
     parts.experts.module = GroupedExperts
     if block.has_norms:  # of a ModuleSpec with another class than its own, Megatron warns
         layer.mlp = SimpleNamespace(module=NormedExperts, submodules=parts, params={"norm": RmsNorm})

@@ -28,7 +28,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     pipeline = layout.pipeline_model_parallel_size
     attention = model.attention
     config_type = MLATransformerConfig if isinstance(attention, Mla) else TransformerConfig
-    return config_type(
+    config: Any = config_type(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
@@ -65,6 +65,9 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         batch_p2p_comm=False,
         cuda_graph_scope=[],
     )
+    if model.experts is not None:  # set afterwards: Megatron's check refuses biases of softmax scores
+        config.moe_router_enable_expert_bias = model.experts.has_bias
+    return config
 
 
 def _leave(_weight: Any) -> None:
@@ -118,9 +121,9 @@ def _experts(model: HfConfig) -> dict[str, Any]:
         "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_score_function": experts.score,
-        "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax over the top k alone sums to one
+        # a softmax over the top k alone sums to one
+        "moe_router_pre_softmax": experts.min_sum is not None or not experts.norm_topk_prob,
         "moe_router_topk_scaling_factor": experts.routed_scaling_factor,
-        "moe_router_enable_expert_bias": experts.has_bias,
         "moe_router_dtype": "fp32",
         "moe_router_num_groups": experts.num_groups,
         "moe_router_group_topk": experts.num_groups_per_tok,

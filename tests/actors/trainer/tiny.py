@@ -122,6 +122,11 @@ OF_KIND |= {
         },
     },
     "ernie4_5": {"head_dim": 6, **ROPE},
+    "ernie4_5_moe": {
+        **{"head_dim": None, "moe_num_experts": 4, "moe_k": 3, "moe_intermediate_size": 24, **ROPE},
+        **{"moe_num_shared_experts": 3, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+        **{"moe_layer_interval": 2, "moe_norm_min": 0.9},
+    },
     "dots1": {
         **{"head_dim": 6, "sliding_window": 5, "max_window_layers": 1, "norm_topk_prob": True, **SIGMOIDS, **ROPE},
         **{"n_group": 2, "topk_group": 1},

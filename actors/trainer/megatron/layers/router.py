@@ -79,6 +79,14 @@ class Router(TopKRouter):
             routing.chosen[layer] = chosen.to(torch.int16)
         return scores.gather(1, chosen), chosen
 
+    def ranked(self, scores: Tensor) -> Tensor:
+        """Return what decides the choice, [T, experts]."""
+        return scores
+
+    def weighted(self, scores: Tensor) -> Tensor:
+        """Return the weights of chosen experts, given their scores, [T, k]."""
+        return scores
+
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Add the z-loss, the squared logsumexp of each token's logits, to the backward pass."""
         coefficient, routing = self.config.moe_z_loss_coeff, self._routing_info
@@ -170,6 +178,24 @@ class ScaledRouter(Router):
         return weights * self.expert_scales.to(weights.dtype), chosen
 
 
+class BiasedRouter(Router):
+    """Router of softmax scores with a bias, a row, which decides the choice alone. Megatron's has none for softmax."""
+
+    def __init__(self, *args: Any, min_sum: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._min_sum = min_sum
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            setattr(self, name, getattr(self, name).unsqueeze(0))
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """Add the bias to the scores."""
+        return scores + self.expert_bias
+
+    def weighted(self, scores: Tensor) -> Tensor:
+        """Divide the scores by their sum, which counts as at least `min_sum`."""
+        return scores / scores.sum(dim=-1, keepdim=True).clamp(min=self._min_sum)
+
+
 def is_known(given: Tensor, num_experts: int) -> Tensor:
     """Whether each expert number is recorded and valid. In uint8, 255 stands for none."""
     is_given = given != 255 if given.dtype is torch.uint8 else given >= 0
@@ -193,8 +219,9 @@ class _Choice:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
     ) -> tuple[Tensor, Tensor]:
         """Choose experts. Megatron's router calls this in place of its own top-k."""
-        _, chosen = choose(scores, topk, num_groups, group_topk)
-        return self._router.taken(scores, chosen)
+        _, chosen = choose(self._router.ranked(scores), topk, num_groups, group_topk)
+        taken, chosen = self._router.taken(scores, chosen)
+        return self._router.weighted(taken), chosen
 
 
 class Routers:

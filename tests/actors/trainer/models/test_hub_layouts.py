@@ -1,6 +1,7 @@
 """Directories as the hub has them: trainer, tiny engine and transformers read the same model, ends and prompts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -9,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.rollout.sglang.served_model import ServedModel
 from actors.tiny_engine.http.chat import ChatTemplate
 from actors.trainer.megatron.imports import quiet
-from actors.trainer.models.files import copy_small_files
+from actors.trainer.models.files import add_copied, copy_small_files, write_model
 from actors.trainer.models.shapes import check_weights
 from runtime.models.config import read_model
 from runtime.models.family import families, family_of
 from runtime.models.quantization import quantization_of
-from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from tests.actors.tiny_engine.test_tiny_numerics import ATOL, request_of, run_out, scheduler_of
-from tests.actors.trainer.hf import classes_of
+from tests.actors.trainer.hf import classes_of, whole_weights
 from tests.actors.trainer.models.test_model_parity import load
 from tests.support.hub_layouts import LAYOUTS, TALK, Layout
 
@@ -133,6 +135,25 @@ def test_a_copy_has_what_others_read_of_the_directory(name: str, tmp_path: Path)
     named = {LAYOUTS[name].template_file}
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected | named
     assert load_tokenizing(str(tmp_path / "out")).render(TALK) == LAYOUTS[name].prompt
+
+
+def test_mtp_weights_that_are_not_built_are_copied_into_an_export(
+    published: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    given, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(published("ERNIE-4.5-21B-A3B-PT")[0], given)
+    out.mkdir()
+    parts = ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    further = {f"model.{part}.weight": torch.randn(32, dtype=torch.bfloat16) for part in parts}
+    own = load_file(given / SINGLE_FILE)
+    save_file(own | further, given / SINGLE_FILE, metadata={"format": "pt"})
+    built, hf = load(given)
+    check_weights(given, hf)
+    write_model(whole_weights([built], hf), out, model_directory=given)
+    add_copied(given, out, hf)
+    after = read_tensors(out)
+    assert after.keys() == own.keys() | further.keys()
+    assert all(bytes(after[name].data()) == bytes(read_tensors(given)[name].data()) for name in further)
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.quantized])

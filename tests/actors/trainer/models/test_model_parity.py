@@ -139,6 +139,7 @@ def test_sinks_and_clamps_change_what_is_compared(tmp_path: Path) -> None:
 
 SWITCHED: dict[str, tuple[str, dict[str, Any]]] = {
     "cap of logits": ("gemma4_text", {"final_logit_softcapping": None}),
+    "least sum": ("ernie4_5_moe", {"moe_norm_min": 1e-12}),
     "window": ("gemma4_text", {"sliding_window": 64}),
     "share of planes": (
         "gemma4_text, dense",
@@ -228,6 +229,11 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("deepseek_v3", rope_parameters={"rope_type": "llama3"}), "rope_type 'llama3' is not supported"),
         (config_of("glm4_moe", sliding_window=8), "sliding_window 8 is not supported"),
         (config_of("gpt_oss", attention_bias=False), "attention_bias false is not supported; supported: true"),
+        (config_of("ernie4_5_moe", use_bias=True), "not implemented yet: biases of all projections"),
+        (config_of("ernie4_5_moe", moe_k=1), "moe_k 1 is not supported; supported: 2 to moe_num_experts, 4"),
+        (config_of("ernie4_5_moe", moe_norm_min=0.0), "moe_norm_min 0.0 is not positive"),
+        (config_of("ernie4_5_moe", moe_layer_interval=0), "moe_layer_interval 0 is not positive"),
+        (config_of("ernie4_5_moe", moe_layer_end_index=0), "no layer has experts: a dense model needs another"),
         (config_of("gemma4_text", hidden_size_per_layer_input=4), "not implemented yet: embeddings of each layer"),
         (
             config_of("gemma4_text", hidden_size_per_layer_input=None),
