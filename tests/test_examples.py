@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "topologies" / "examples"
 TOKENIZER = ROOT / "topologies" / "demo" / "models" / "reverse-digits" / "tokenizer.json"
 NUM_STEPS = 2
 ADVISED_STEPS = 24  # more than any rule of advice looks at
-LIMIT_S = 300
+LIMIT_S = 600
 ADVISED_LIMIT_S = 1_200  # a loaded machine takes several minutes
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-IMPORT_S: Final = 300.0
+IMPORT_S: Final = 900.0
 
 
 def packaged_file() -> Path:
