@@ -269,6 +269,8 @@ def why_merged(topology: Topology) -> Merged | None:
         return Merged("trainer.lora.rank is 0", "trainer.lora.rank of 1 or more")
     if pool is None or answers_are_recorded(topology):
         return Merged("no engine serves the policy", f"a table engines.{POLICY}")
+    if experts := topology.trainer.lora.of_experts:
+        return Merged(f"trainer.lora.targets has {experts[0]}", "trainer.lora.targets without experts")
     for name, allowed in WITH_ADAPTERS.items():
         if (value := getattr(pool, name)) not in allowed:
             values = " or ".join(msgspec.json.encode(each).decode() for each in allowed)

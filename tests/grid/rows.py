@@ -110,6 +110,7 @@ class Row:
     critic: bool = False  # PPO: a critic is trained, too
     critic_on: str = ""  # layout of its own ranks; empty: those of the actor
     lora: bool = False  # adapters train, and the model's weights stay
+    lora_experts: bool = False  # those of experts too
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -154,6 +155,7 @@ class Row:
             prompts=self.prompts,
             critic=self.critic,
             lora=self.lora,
+            lora_experts=self.lora_experts,
         )
 
     @property
@@ -178,6 +180,7 @@ class Row:
         parts += ["shared prompts"] if self.prompts else []
         parts += [f"critic on {self.critic_on}" if self.critic_on else "critic"] if self.critic else []
         parts += ["LoRA"] if self.lora else []
+        parts += ["experts too"] if self.lora_experts else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -199,7 +202,7 @@ class Row:
             "num_processes": layout.world,
             **({"share_prompts": True} if self.prompts and self.layout not in BASELINES else {"packed": self.packed}),
             "log_probs_ahead": self.ahead,
-            "lora": {"rank": 4, "alpha": 8.0} if self.lora else {},
+            "lora": {"rank": 4, "alpha": 8.0, **(EXPERT_TARGETS if self.lora_experts else {})} if self.lora else {},
             "megatron": megatron,
             "optimizer": layout.optimizer,
             "ddp": layout.ddp,
@@ -212,6 +215,7 @@ class Row:
         return {"num_processes": layout.world, "megatron": layout.megatron}
 
 
+EXPERT_TARGETS = {"targets": ("q_proj", "o_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")}
 BASELINES = {f"1 of {number} layers": _layout(1, num_layers=number) for number in (2, 4, 6, 8)}
 
 # replay in all rows but one
@@ -396,6 +400,8 @@ LORA = (
         for index, layout in enumerate(LAYOUTS)
     ),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_moe", lora=True),
+    Row("EP2", packed=True, kind="qwen3_moe", lora=True, lora_experts=True),
+    Row("EP2xDP2+DO", kind="qwen3_moe", lora=True, lora_experts=True),
     Row("TP2+SP", kind="deepseek_v3", lora=True),
     Row("PP2", tied=True, dtype="bfloat16", lora=True),
 )

@@ -1,7 +1,8 @@
 """Adapters beside Megatron's linear layers: their products, gradients, merged weights and parts of a checkpoint.
 
 A layer y = x Wᵀ becomes y = x Wᵀ + scale · (x Aᵀ) Bᵀ, and W stays. Megatron fuses some projections, such as query, key
-and value. Each of them has its own pair A, B, whose product is added to the rows of that projection.
+and value. Each of them has its own pair A, B, whose product is added to the rows of that projection. The matrix of an
+expert has one pair, as in peft.
 
 Tensor parallelism divides the pair as it divides W, along the same dimension; the narrow result z = x Aᵀ is what the
 ranks exchange:
@@ -21,10 +22,11 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from actors.trainer.lora.peft_files import peft_source
-from actors.trainer.lora.targets import LORA_A, LORA_B, linear_layers, targeted
+from actors.trainer.lora.targets import LORA_A, LORA_B, expert_layers, linear_layers, targeted
 from actors.trainer.megatron.imports import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -35,10 +37,11 @@ from actors.trainer.megatron.imports import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.files import TensorShard, WeightSource
 from actors.trainer.models.shapes import weights_of
-from actors.trainer.models.sharding import ADAPTER, global_name
+from actors.trainer.models.sharding import ADAPTER, global_name, names_of
 from runtime.models.blocks import Weight
 from runtime.settings.tables.trainer import LoraConfig
 from runtime.settings.topology import Topology
@@ -72,6 +75,7 @@ class Adapter(nn.Module):
         self.targets = [part for part in self._parts if part in targets]
         self._rank = config.rank
         base = linear.weight
+        self.is_of_expert: bool = getattr(linear, "is_expert", False)
         for number, target in enumerate(self.targets):
             pair = ((config.rank, base.shape[1]), (self._parts[target], config.rank))
             for letter, shape, divided_dim in zip("AB", pair, (self._dim_of_a, self._dim_of_b), strict=True):
@@ -81,6 +85,7 @@ class Adapter(nn.Module):
                     parameter.partition_dim, parameter.partition_stride = divided_dim, 1
                 else:
                     parameter.sequence_parallel = sequence
+                parameter.allreduce = getattr(base, "allreduce", True)  # false: expert-parallel ranks have others
                 self.register_parameter(f"{letter}{number}", parameter)  # here: Megatron gathers them before `forward`
 
     @property
@@ -155,16 +160,23 @@ def attach(chunks: Sequence[Any], model: HfConfig, config: LoraConfig, source: W
     """
     if not config.rank:
         return
-    targets, weights = targeted(model, config), weights_of(model)
+    targets, weights, experts = targeted(model, config), weights_of(model), expert_layers(model)
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
     for chunk in chunks:
         chunk.requires_grad_(False)
         for name, parameter in list(chunk.named_parameters()):
-            weight = weights.get(global_name(name, chunk))
+            (known,) = names_of(global_name(name, chunk), model, expert_rank)
+            weight, expert = weights.get(known), experts.get(known)
             if weight is None or not name.endswith(WEIGHT) or parameter.ndim != 2:
                 continue
+            if expert is not None:  # one pair for all of its rows
+                weight = replace(weight, parts={expert.name + WEIGHT: expert.shape}, groups=1)
             own = [part.removesuffix(WEIGHT) for part in weight.parts if part.removesuffix(WEIGHT) in targets]
             if own:
                 _attach(chunk.get_submodule(name.removesuffix(WEIGHT)), weight, own, config)
+        for module in chunk.modules():
+            if isinstance(module, GroupedExperts) and config.of_experts:
+                module.one_by_one = "experts with adapters are not grouped"
         if chunk.config.recompute_granularity is not None and hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_requires_gradient)
         fill(chunk, source)
@@ -217,9 +229,11 @@ def new_adapters(model: HfConfig, config: LoraConfig, seed: int) -> WeightSource
     Each A has a generator of its own. Its values depend neither on the parallel layout nor on other targets.
     """
 
+    layers = {**linear_layers(model), **dict(expert_layers(model).values())}
+
     def draw(name: str, cut: TensorShard | None = None) -> Tensor:
         layer, letter, _ = name.rsplit(".", 2)
-        rows, columns = linear_layers(model)[layer]
+        rows, columns = layers[layer]
         if letter == LORA_B.partition(".")[0]:
             whole = torch.zeros(rows, config.rank)
         else:
@@ -260,6 +274,7 @@ def trained_tensors(chunk: Any) -> list[Any]:
 def sharded_adapters(chunk: Any) -> dict[str, Any]:
     """Describe a chunk's adapters for Megatron's dist_checkpointing, under peft's names. Empty: it has no adapters."""
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas_of_experts = parallel_state.get_expert_data_parallel_group()
     tensors = parallel_state.get_tensor_model_parallel_group()
     found: dict[str, Any] = {}
     for base, adapter in adapters_of(chunk).items():
@@ -267,7 +282,11 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
         for own, name, parameter, shard in adapter.tensors():
             axes = {} if shard is None else {name: shard.dim}
             (found[f"{place}.{own}"],) = make_sharded_tensors_for_checkpoint(
-                {name: parameter}, "", axes, tp_group=tensors, dp_cp_group=replicas
+                {name: parameter},
+                "",
+                axes,
+                tp_group=tensors,
+                dp_cp_group=replicas_of_experts if adapter.is_of_expert else replicas,
             ).values()
     return found
 

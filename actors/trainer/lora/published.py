@@ -86,8 +86,10 @@ def gathered_adapters(chunks: Sequence[Any]) -> "dict[str, Tensor]":
     import torch
 
     own: list[tuple[str, int, int, Tensor]] = []  # name, dimension along which shards are joined, number, shard
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        for adapter in (each for chunk in chunks for each in adapters_of(chunk).values()):
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank_of_experts = parallel_state.get_expert_data_parallel_rank()
+    for adapter in (each for chunk in chunks for each in adapters_of(chunk).values()):
+        if (rank_of_experts if adapter.is_of_expert else rank) == 0:
             for _, name, parameter, shard in adapter.tensors():
                 if shard is not None or parallel_state.get_tensor_model_parallel_rank() == 0:
                     dim, number = (0, 0) if shard is None else (shard.dim, shard.index)

@@ -1,15 +1,20 @@
-"""Linear layers that get adapters, by the names of Hugging Face's modules, and the shapes of the adapters. No torch."""
+"""Linear layers that get adapters, by the names of Hugging Face's modules, and the shapes of the adapters. No torch.
+
+Experts are targets by the names of transformers' stacks, such as `mlp.experts.down_proj`. Each expert has a pair of its
+own, under the name of a layer `model.layers.0.mlp.experts.3.down_proj`.
+"""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import frozen_names, hf_shapes
+from actors.trainer.models.shapes import frozen_names, hf_shapes, weights_of
 from runtime.models.blocks import DeltaNet
 from runtime.models.tensors import Shape
-from runtime.settings.tables.trainer import LoraConfig
+from runtime.settings.tables.trainer import EXPERTS, LoraConfig
 
 ALL_LINEAR: Final = "all-linear"
 LORA_A: Final = "lora_A.weight"
@@ -18,6 +23,9 @@ _MLP: Final = ".mlp."
 _LINEAR: Final = f".{DeltaNet.of_files}."
 _ROUTER: Final = "gate"
 _OUTSIDE: Final = ("lm_head", "embed_tokens")
+_IN_MEGATRON: Final = re.compile(r"decoder\.(layers\.\d+\.)mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_EXPERT: Final = re.compile(r"(?P<before>.+\.)mlp\.experts\.(?P<number>\d+)\.(?P<stack>gate_up_proj|down_proj)")
+_STACKS: Final = {"1": "gate_up_proj", "2": "down_proj"}
 
 
 class NoTarget(ValueError):
@@ -42,6 +50,38 @@ def linear_layers(model: HfConfig) -> Mapping[str, Shape]:
     }
 
 
+class ExpertLayer(NamedTuple):
+    """A matrix of one expert."""
+
+    name: str  # as that of a linear layer, with the number of the expert
+    shape: Shape  # [out, in]
+
+
+@lru_cache(maxsize=8)
+def expert_layers(model: HfConfig) -> Mapping[str, ExpertLayer]:
+    """Map Megatron's name of each expert's matrix to the layer, in layer order.
+
+    Empty without experts, and for experts that transformers stacks as [in, out] or under other names.
+    """
+    found: dict[str, ExpertLayer] = {}
+    for name, weight in weights_of(model).items():
+        match = _IN_MEGATRON.fullmatch(name)
+        if match is None or weight.is_transposed or weight.is_alternating or weight.is_stored_joined:
+            continue
+        layer, number, linear = match.groups()
+        expert = f"model.{layer}{EXPERTS}{number}."
+        if all(part.startswith(expert) for part in weight.parts):
+            rows, columns = (next(iter(weight.parts.values()))[dim] for dim in (0, 1))
+            found[name] = ExpertLayer(f"{expert}{_STACKS[linear]}", (rows * len(weight.parts), columns))
+    return found
+
+
+def expert_of(layer: str) -> tuple[str, int, str] | None:
+    """Split the name of an expert's layer: what is before `mlp.experts`, its number, its stack. None: another layer."""
+    match = _EXPERT.fullmatch(layer)
+    return None if match is None else (match["before"], int(match["number"]), match["stack"])
+
+
 def targeted(model: HfConfig, config: LoraConfig) -> dict[str, Shape]:
     """Map the layers that get adapters to their shapes [out, in].
 
@@ -56,9 +96,10 @@ def targeted(model: HfConfig, config: LoraConfig) -> dict[str, Shape]:
     if not layers:
         raise NoTarget("the text model of a directory with an image tower has no adapters yet")
     names = dict.fromkeys(last_name(layer) for layer in layers) if config.targets == ALL_LINEAR else config.targets
+    every = {**layers, **dict(expert_layers(model).values())}
     for name in names:
-        _check(name, model, layers)
-    found = {layer: shape for layer, shape in layers.items() if last_name(layer) in names}
+        _check(name, model, every)
+    found = {layer: shape for layer, shape in every.items() if last_name(layer) in names}
     for layer, shape in found.items():
         if config.rank > min(shape):
             raise NoTarget(f"rank = {config.rank} is above {min(shape)}, a side of {layer}: choose a lower rank")
@@ -66,8 +107,9 @@ def targeted(model: HfConfig, config: LoraConfig) -> dict[str, Shape]:
 
 
 def last_name(layer: str) -> str:
-    """Return the name that stands for a layer in `targets`."""
-    return layer.rpartition(".")[2]
+    """Return the name that stands for a layer in `targets`; for experts, the name of their stack in a decoder layer."""
+    expert = expert_of(layer)
+    return layer.rpartition(".")[2] if expert is None else EXPERTS + expert[2]
 
 
 def _check(name: str, model: HfConfig, layers: Mapping[str, Shape]) -> None:

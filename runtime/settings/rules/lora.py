@@ -38,6 +38,7 @@ def lora_problems(topology: Topology) -> Iterator[Problem]:
         return
     if config.dropout:
         yield Problem.of(f"{KEY}.dropout", config.dropout, "not implemented yet; allowed: 0")
+    yield from _experts(topology)
     yield from _objective(topology)
     yield from _other_models(topology)
     yield from _changes_of_the_base(topology)
@@ -66,6 +67,13 @@ def _arguments(topology: Topology, pool: EngineConfig) -> Iterator[Problem]:
         elif name in least and not (isinstance(value, int) and value >= least[name]):
             message = f"allowed: {least[name]} or more, for rollout.max_staleness = {topology.rollout.max_staleness}"
             yield Problem.of(key, value, message)
+
+
+def _experts(topology: Topology) -> Iterator[Problem]:
+    targets, ranks = topology.trainer.lora.of_experts, topology.trainer.megatron.tensor_model_parallel_size
+    if targets and ranks > 1:
+        key = "trainer.megatron.tensor_model_parallel_size"
+        yield Problem.of(key, ranks, f"not implemented yet with {targets[0]} in {KEY}.targets; allowed: 1")
 
 
 def _objective(topology: Topology) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """The table `trainer`: its ranks, Megatron's layout, how weights are exported."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -115,6 +115,9 @@ class CriticRanksConfig(Config, frozen=True, kw_only=True):
         return self.gpus is not None or self.num_processes > 0
 
 
+EXPERTS: Final = "mlp.experts."  # how names of targets that are experts begin
+
+
 class LoraConfig(Config, frozen=True, kw_only=True):
     """LoRA: the model's weights stay, and two narrow matrices beside each chosen linear layer train."""
 
@@ -125,8 +128,9 @@ class LoraConfig(Config, frozen=True, kw_only=True):
     # Multiply by `alpha / sqrt(rank)` instead, as rank-stabilized LoRA does.
     rslora: Harmless[bool] = False
     # Linear layers with such matrices: "all-linear", or the names that they have in Hugging Face's class, such as
-    # `q_proj`. Each name stands for that layer of every decoder layer. "all-linear" leaves out `lm_head`. Not
-    # implemented yet: MLPs and experts of a model with experts.
+    # `q_proj`. Each name stands for that layer of every decoder layer. "all-linear" leaves out `lm_head`
+    # and experts. Routed experts are named as peft's `target_parameters`: `mlp.experts.gate_up_proj` and
+    # `mlp.experts.down_proj`; engines then get merged weights. Not implemented yet: other MLPs of a model with experts.
     targets: Harmless[Literal["all-linear"] | tuple[Text, ...]] = "all-linear"
     # Directory of an adapter in peft's format to start from: `adapter_config.json` and `adapter_model.safetensors`. Its
     # rank, scale and targets must be those of this table. By default new adapters change nothing at the start: the
@@ -134,6 +138,11 @@ class LoraConfig(Config, frozen=True, kw_only=True):
     load: Reads[Text | None] = None
     # Probability of dropout before the first matrix. Not implemented yet: above 0.
     dropout: NonNegative = 0.0  # expert
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """Targets that are routed experts."""
+        return () if self.targets == "all-linear" else tuple(name for name in self.targets if name.startswith(EXPERTS))
 
     @property
     def scale(self) -> float:

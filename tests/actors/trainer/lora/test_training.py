@@ -9,7 +9,8 @@ import peft
 import pytest
 import torch
 
-from actors.trainer.lora.adapters import adapters_of
+from actors.trainer.lora.adapters import adapters_of, whole_adapters
+from actors.trainer.lora.peft_files import in_files, write_adapter
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
@@ -80,6 +81,44 @@ def test_training_equals_peft(make_topology: MakeTopology, tmp_path: Path, kind:
         torch.testing.assert_close(weight, state[name], rtol=0, atol=1e-5)
 
 
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[1:]], ids=["both stacks", "down projections"])
+def test_experts_train_as_the_target_parameters_of_peft(
+    make_topology: MakeTopology, tmp_path: Path, experts: tuple[str, ...]
+) -> None:
+    """A pair for each expert, with one adapter of attention beside them, from A and B of peft's file."""
+    settings = {"target_parameters": list(experts), "lora_alpha": 4}
+    topology, model = started(make_topology, tmp_path, "qwen3_moe", targets=["q_proj"], **settings)
+    config = topology.trainer.lora
+    replica = Replica(topology, CPU)
+    step, reference = TrainStep(topology, replica), ReferenceTrainer(topology, model, apart=True)
+    for number in range(5):
+        batch = random_batch(number)
+        metrics, expected = step(batch).metrics, reference.train(batch)[0]
+        for name in expected:
+            assert metrics[f"train/{name}"] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+        own, theirs = adapter_tensors(replica), of_peft(model)
+        gradients = {name: parameter.main_grad for name, parameter in own.items()}
+        found = dict(in_files(own, config))
+        assert found.keys() == theirs.keys()
+        for name, gradient in in_files(gradients, config) if number == 0 else ():
+            torch.testing.assert_close(gradient, theirs[name].grad, rtol=1e-4, atol=1e-6)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
+    written = tmp_path / "written"
+    written.mkdir()
+    write_adapter(whole_adapters(replica.chunks), written, model=replica.hf, config=config, base="base")
+    loaded = peft.PeftModel.from_pretrained(write_model(tmp_path / "again", "qwen3_moe"), written)
+    for name, tensor in of_peft(loaded).items():
+        torch.testing.assert_close(tensor, found[name], rtol=0, atol=0)
+    state = state_of(model.merge_and_unload())
+    for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
+        torch.testing.assert_close(weight, state[name], rtol=0, atol=1e-5)
+
+
 def started(
     make_topology: MakeTopology,
     place: Path,
@@ -96,7 +135,7 @@ def started(
         "rank": 4,
         "alpha": settings.get("lora_alpha", 8),
         "rslora": settings.get("use_rslora", False),
-        "targets": targets,
+        "targets": targets if isinstance(targets, str) else (*targets, *settings.get("target_parameters", ())),
         "load": str(adapter),
     }
     topology = make_topology(
