@@ -70,10 +70,11 @@ def _arguments(topology: Topology, pool: EngineConfig) -> Iterator[Problem]:
 
 
 def _experts(topology: Topology) -> Iterator[Problem]:
-    targets, ranks = topology.trainer.lora.of_experts, topology.trainer.megatron.tensor_model_parallel_size
-    if targets and ranks > 1:
-        key = "trainer.megatron.tensor_model_parallel_size"
-        yield Problem.of(key, ranks, f"not implemented yet with {targets[0]} in {KEY}.targets; allowed: 1")
+    targets = topology.trainer.lora.of_experts
+    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size") if targets else ():
+        if (value := getattr(topology.trainer.megatron, name)) not in (None, 1):
+            message = f"not implemented yet with {targets[0]} in {KEY}.targets; allowed: 1"
+            yield Problem.of(f"trainer.megatron.{name}", value, message)
 
 
 def _objective(topology: Topology) -> Iterator[Problem]:

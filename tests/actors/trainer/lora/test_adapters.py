@@ -77,6 +77,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "untied head": ("qwen3", {}, "lm_head", "target lm_head is not implemented yet; allowed: .*q_proj"),
     "router": ("qwen3_moe", {}, "gate", "a router never has an adapter"),
     "routed experts": ("qwen3_moe", {}, "up_proj", "up_proj of a model with experts is not implemented yet"),
+    "experts without a router": ("qwen3", {}, "mlp.experts.down_proj", "no such linear layer"),
+    "stacks of inputs by outputs": ("gpt_oss", {}, "mlp.experts.down_proj", "no such linear layer"),
     "no layer": ("qwen3", {}, "qkv_proj", 'no such linear layer; allowed: "all-linear", or some of q_proj'),
 }
 
@@ -103,7 +105,6 @@ KEYS: dict[str, Any] = {
     "bias": "all",
     "lora_bias": True,
     "trainable_token_indices": [1],
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "layers_to_transform": [0],
     "layer_replication": [[0, 2]],
     "fan_in_fan_out": True,
@@ -134,6 +135,16 @@ def test_a_key_of_peft_that_changes_the_computation_is_refused(tmp_path: Path, k
     (told,) = found_in(adapter(tmp_path / "other", model, **{key: KEYS[key]}), model)
     assert f"{CONFIG}: {key} = " in told
     assert "is not implemented yet" in told
+
+
+def test_target_parameters_that_are_no_experts_of_the_settings_are_refused(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", "qwen3_moe")
+    directory = adapter(tmp_path / "own", model, target_parameters=["mlp.experts.down_proj"])
+    (told,) = found_in(directory, model)
+    assert "the adapter alone has 8 layers, such as model.layers.0.mlp.experts.0.down_proj" in told
+    missing = found_in(directory, model, targets=("q_proj", "mlp.experts.down_proj"))
+    assert len(missing) == 4  # A and B of a stack in each layer
+    assert f"{TENSORS} has no tensor {PREFIX}model.layers.0.mlp.experts.lora_A.weight" in missing[0]
 
 
 def test_an_adapter_that_does_not_fit_the_settings_is_refused(tmp_path: Path) -> None:
