@@ -401,7 +401,6 @@ LORA = (
     ),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_moe", lora=True),
     Row("EP2", packed=True, kind="qwen3_moe", lora=True, lora_experts=True),
-    Row("EP2xDP2+DO", kind="qwen3_moe", lora=True, lora_experts=True),
     Row("TP2+SP", kind="deepseek_v3", lora=True),
     Row("PP2", tied=True, dtype="bfloat16", lora=True),
 )
