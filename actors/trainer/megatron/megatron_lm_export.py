@@ -117,7 +117,7 @@ def _key(key: str, layer: Layer) -> str:
 
 def arguments(config: Any, model: HfConfig) -> Namespace:
     """Return the arguments of Megatron-LM that describe the model, for its --use-checkpoint-args."""
-    (rope,) = model.ropes
+    ((rope, _),) = model.ropes
     own: dict[str, Any] = {
         "num_experts": config.num_moe_experts,
         "norm_epsilon": config.layernorm_epsilon,
