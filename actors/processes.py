@@ -123,16 +123,21 @@ def _sessions(topology: Topology, node: str) -> list[ProcessSpec]:
     if not topology.rollout.agent.command or not num_actors:
         return []
     settings = json.dumps({"num_actors": num_actors, "turn_s": topology.rollout.generate_timeout_s})
+    still_s = topology.run.unresponsive_after_s
     return [
         ProcessSpec(
             name="sessions",
             command=(sys.executable, "-P", "-m", "actors.sessions", settings),
             env=OURS,
+            probe=SendsHeartbeats(),
+            unresponsive_after_s=still_s,
         ),
         ProcessSpec(
             name="programs",
             command=(sys.executable, "-P", "-m", "actors.sessions.programs", "{}"),
             env=OURS,
+            probe=SendsHeartbeats(),
+            unresponsive_after_s=still_s,
             tier=Tier.SERVICE,
         ),
     ]

@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from actors.sessions.listener import ListenerSettings, listening
+from runtime.process.heartbeat import pulsing
 from runtime.process.main import RUN_DIR, spare_the_collector
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.files import write_atomically
@@ -36,7 +37,7 @@ def _port_before(run_dir: Path, host: str) -> int:
 
 async def _serve(run_dir: Path, settings: ListenerSettings) -> None:
     port = settings.port or _port_before(run_dir, settings.host)
-    async with listening(run_dir, msgspec.structs.replace(settings, port=port)) as url:
+    async with pulsing(), listening(run_dir, msgspec.structs.replace(settings, port=port)) as url:
         write_atomically(run_dir / PORT_FILE, str(urlsplit(url).port).encode())
         log.info("agents reach the listener at %s", url)
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

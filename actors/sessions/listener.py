@@ -31,7 +31,7 @@ from actors.sessions.joining import Joining, Prepared, Running
 from runtime.bus.addresses import host_port
 from runtime.http.connections import CONNECTIONS, SCHEME, SEND_S, Handler, Limits, served, trust
 from runtime.sessions.keys import MAX_KEY_CHARS, Use
-from runtime.sessions.link import ControlCall, Unavailable
+from runtime.sessions.link import HOLD_S, ControlCall, Unavailable
 from runtime.sessions.listener_end import ListenerEnd
 from runtime.sessions.turns import TurnRefused
 from runtime.settings.placement import is_loopback
@@ -89,7 +89,7 @@ class ListenerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     body_s: Annotated[float, Meta(gt=0)] = 60.0
     first_byte_s: Annotated[float, Meta(gt=0)] = 20.0
     hold_every_s: Annotated[float, Meta(gt=0)] = 5.0
-    hold_s: Annotated[float, Meta(gt=0)] = 600.0
+    hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
     turn_s: Annotated[float, Meta(gt=0)] = 7200.0
     repeat_s: Annotated[float, Meta(ge=0)] = 600.0
 

@@ -20,8 +20,9 @@ from msgspec import Meta, Struct
 
 from runtime.functions.frames import FrameError
 from runtime.functions.limits import keeper_command
+from runtime.process.heartbeat import pulsing
 from runtime.process.main import RUN_DIR, spare_the_collector
-from runtime.sessions.link import Connection, bound, is_own
+from runtime.sessions.link import HOLD_S, Connection, bound, is_own
 from runtime.sessions.programs import (
     KILL_S,
     OF_ACTOR,
@@ -54,7 +55,7 @@ class HolderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         hold_s: time for which programs of a rollout actor that is away are held, in seconds.
     """
 
-    hold_s: Annotated[float, Meta(gt=0)] = 600.0
+    hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
 
 
 class _Held:
@@ -241,7 +242,7 @@ async def holding(run_dir: Path, settings: HolderSettings) -> AsyncGenerator[Non
 
 
 async def _serve(run_dir: Path, settings: HolderSettings) -> None:
-    async with holding(run_dir, settings):
+    async with pulsing(), holding(run_dir, settings):
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 break

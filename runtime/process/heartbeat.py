@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import anyio
@@ -40,6 +41,15 @@ async def give_pulse(every_s: float = EVERY_S) -> None:
                 await anyio.sleep(every_s)
     finally:
         watchdog.end()
+
+
+@asynccontextmanager
+async def pulsing() -> AsyncGenerator[None]:
+    """Send heartbeats for the duration of a block."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(give_pulse)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 class _Watchdog:

@@ -24,6 +24,7 @@ from runtime.sessions.turns import RefusalKind, TurnAnswer, TurnRequest
 
 SOCKET_FILE: Final = "sessions.sock"
 MAX_FRAME_BYTES: Final = 64 << 20  # a body of 16 MiB, with room for what its text becomes
+HOLD_S: Final = 600.0  # for a rollout actor that is away: calls wait, and programs go on
 SEND_S: Final = 30.0  # for the other end to take a frame
 READ_BYTES: Final = 1 << 16
 

@@ -9,7 +9,7 @@ from actors.processes import process_specs
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
-from runtime.settings.processes import ProcessSpec, RestartGroupSpec, Tier
+from runtime.settings.processes import ProcessSpec, RestartGroupSpec, SendsHeartbeats, Tier
 
 TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
@@ -384,5 +384,6 @@ def test_each_node_with_a_rollout_actor_has_a_listener_for_agents_and_holds_prog
     assert json.loads(found.command[4])["num_actors"] == 1
     programs = specs("laptop.toml", "local", agent, *prompts)["programs"]
     assert (programs.command[1:], programs.tier) == (("-P", "-m", "actors.sessions.programs", "{}"), Tier.SERVICE)
+    assert found.probe == programs.probe == SendsHeartbeats()  # one that stands still is named, and started again
     two = ("engines.policy.num_engines=2", "rollout.nodes=['local','local']")
     assert json.loads(specs("laptop.toml", "local", agent, *prompts, *two)["sessions"].command[4])["num_actors"] == 2

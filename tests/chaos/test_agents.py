@@ -1,5 +1,7 @@
-"""kill -9 of the rollout actor while programs wait for a turn: they are held, and go on in their sessions."""
+"""Programs wait for a turn while the rollout actor is killed, or the process that holds them is stopped."""
 
+import os
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -11,7 +13,7 @@ import anyio
 import pytest
 from aiohttp import web
 
-from messages import GroupFailed
+from messages import ActorExited, GroupFailed
 from runtime.data.dump_files import read_pair
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, Run
@@ -24,6 +26,7 @@ FLAGS = ("--load-format", "dummy", "--max-running-requests", "64")
 AGENT = ROOT / "tests/actors/rollout/sessions/two_turns.py"
 EXAMPLES = ROOT / "topologies/examples"
 USER = 2  # the token that begins a message of the user
+STILL_S = 20
 NUM_STEPS, NUM_GROUPS, NUM_SAMPLES, NUM_KILLS = 2, 2, 2, 2
 TOPOLOGY = f"""
 include = "{EXAMPLES / "own-recipe.toml"}"
@@ -44,7 +47,7 @@ max_context_len = 48
 [rollout.agent]
 command = ["{sys.executable}", "{AGENT}", "NOTES"]
 sandbox = "process"
-attempts = 1
+attempts = ATTEMPTS
 
 [engines.policy]
 urls = ["URL"]
@@ -98,13 +101,22 @@ class Tap:
             await self.go.wait()
 
 
+def topology(place: Path, url: str, attempts: int) -> Path:
+    file = place / "agents.toml"
+    names = {"NOTES": place / "notes", "URL": url, "ATTEMPTS": attempts}
+    text = TOPOLOGY
+    for name, value in names.items():
+        text = text.replace(name, str(value))
+    file.write_text(text)
+    return file
+
+
 async def test_programs_outlive_two_deaths_of_their_rollout_actor(tmp_path: Path) -> None:
     """Each program is started once, and no prompt is sent whose tokens are not those of its sample."""
-    notes, dump, file = tmp_path / "notes", tmp_path / "dump", tmp_path / "agents.toml"
+    notes, dump = tmp_path / "notes", tmp_path / "dump"
     with running_engine(MODEL, *FLAGS) as engine:
         tap = Tap(engine.url)
         async with tap.served() as url:
-            file.write_text(TOPOLOGY.replace("NOTES", str(notes)).replace("URL", url))
             overrides = (f"run.dump_details={dump}", "train.save_interval=1")
             run = Run(
                 tmp_path,
@@ -112,7 +124,7 @@ async def test_programs_outlive_two_deaths_of_their_rollout_actor(tmp_path: Path
                 eval_interval=None,
                 settings=(),
                 overrides=overrides,
-                topology=file,
+                topology=topology(tmp_path, url, attempts=1),
             )
             async with run.started() as command:
                 for number in range(NUM_KILLS):
@@ -133,6 +145,33 @@ async def test_programs_outlive_two_deaths_of_their_rollout_actor(tmp_path: Path
     assert sorted(words(notes, "starts")) == sorted(words(notes, "ends")), "a program was started anew"
     assert len(words(notes, "starts")) == NUM_STEPS * len(waiting)
     check_prompts(tap, run, dump)
+
+
+async def test_a_process_of_programs_that_stands_still_is_named_and_replaced(tmp_path: Path) -> None:
+    """Its programs end with it, are started anew, and all groups train."""
+    with running_engine(MODEL, *FLAGS) as engine:
+        tap = Tap(engine.url)
+        async with tap.served() as url:
+            run = Run(
+                tmp_path,
+                num_steps=NUM_STEPS,
+                eval_interval=None,
+                settings=(),
+                overrides=(f"run.unresponsive_after_s={STILL_S}",),
+                topology=topology(tmp_path, url, attempts=3),
+            )
+            async with run.started() as command:
+                await command.log.until_there(tap.held.is_set)
+                os.kill(command.log.pids["programs"], signal.SIGSTOP)
+                exited = await command.log.until(lambda event: isinstance(event, ActorExited))
+                tap.go.set()
+                family = command.family()
+                assert await command.end() == 0
+                await run.gone(family)
+    assert isinstance(exited, ActorExited)
+    assert exited.actor == "programs"
+    assert exited.reason.startswith(f"event loop was blocked for {STILL_S} s")
+    await audit(run, killed=["programs"])
 
 
 def words(notes: Path, word: str) -> list[str]:
